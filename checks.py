@@ -1,0 +1,232 @@
+"""All that is refused before the model loads. Each refusal names the value, the rule, and the nearest thing that works."""
+
+import asyncio
+import importlib.util
+import inspect
+import math
+import sys
+import tempfile
+from pathlib import Path
+
+# The locked torch and vLLM are built for CUDA 13: https://docs.nvidia.com/cuda/cuda-toolkit-release-notes
+MIN_DRIVER = 580
+# Bfloat16 arithmetic came with Ampere.
+MIN_COMPUTE_CAPABILITY = (8, 0)
+
+
+class Refused(Exception):
+    """A mistake of the user's, in one or two lines; `train.py` prints it and exits with 2."""
+
+
+def check_config(config, gpu) -> None:
+    """Refuse a config that is wrong in itself. `gpu` is `gpu.Gpu` or None. Imports nothing heavy."""
+    c = config
+    for name in ("max_steps", "max_prompt_length", "max_completion_length", "lora_r", "lora_alpha", "train_problems",
+                 "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations", "save_steps"):  # fmt: skip
+        if getattr(c, name) < 1:
+            raise Refused(f"{flag(name)} {getattr(c, name)}: must be at least 1")
+    for name in ("eval_problems", "warmup_steps", "learning_rate", "weight_decay", "max_grad_norm", "beta", "top_k", "seed"):
+        if not 0 <= getattr(c, name) < math.inf:
+            raise Refused(f"{flag(name)} {getattr(c, name)}: must be 0 or a positive number")
+    for name in ("temperature", "epsilon", "epsilon_high", "kv_cache_gib", "vram_limit_gib"):
+        if getattr(c, name) is not None and not 0 < getattr(c, name) < math.inf:
+            raise Refused(f"{flag(name)} {getattr(c, name)}: must be a positive number")
+    for name in ("top_p", "gpu_memory_utilization"):
+        if getattr(c, name) is not None and not 0 < getattr(c, name) <= 1:
+            raise Refused(f"{flag(name)} {getattr(c, name)}: a share, above 0 and at most 1")
+    check_batch(c)
+    if gpu is None:
+        if c.fast_inference:
+            raise Refused(
+                f"--preset {c.preset} generates with vLLM (--fast-inference), which needs a CUDA GPU, and none is visible. "
+                "Without one: --preset smollm2; or --no-fast-inference, if you can wait for a CPU"
+            )
+        if c.vram_limit_gib or c.gpu_memory_utilization:
+            name = "vram_limit_gib" if c.vram_limit_gib else "gpu_memory_utilization"
+            raise Refused(f"{flag(name)} {getattr(c, name)}: there is no GPU to share out; leave it away")
+    else:
+        check_gpu(c, gpu)
+
+
+def check_batch(c) -> None:
+    """Whole groups in every generation batch (TRL's rule), and enough problems to fill one."""
+    group, batch, steps = c.num_generations, c.per_device_train_batch_size, c.gradient_accumulation_steps
+    if group < 2:
+        raise Refused(f"--num-generations {group}: an advantage compares the answers of one group, so 2 is the least")
+    if batch * steps % group:
+        unit = group // math.gcd(group, steps)
+        lower, upper = batch // unit * unit, -(-batch // unit) * unit
+        near = f"{lower} or {upper}" if lower else f"{upper}"
+        raise Refused(
+            f"--per-device-train-batch-size {batch} x --gradient-accumulation-steps {steps} = {batch * steps} completions "
+            f"a step do not split into groups of {group} (--num-generations); nearest batch sizes: {near}"
+        )
+    if c.train_problems < c.prompts_per_step:
+        raise Refused(
+            f"--train-problems {c.train_problems}: one step takes {c.prompts_per_step} problems, so that many is the least"
+        )
+
+
+def check_gpu(c, gpu) -> None:
+    """Refuse a driver older than the locked CUDA, a card without bf16, and a limit that is larger than the card."""
+    without = "CUDA_VISIBLE_DEVICES= uv run python train.py trains SmolLM2 on the CPU"
+    if int(gpu.driver.split(".")[0]) < MIN_DRIVER:
+        raise Refused(f"driver {gpu.driver}: the locked torch needs {MIN_DRIVER} or newer (CUDA 13). Update it, or: {without}")
+    if gpu.compute_capability < MIN_COMPUTE_CAPABILITY:
+        have, least = (".".join(map(str, x)) for x in (gpu.compute_capability, MIN_COMPUTE_CAPABILITY))
+        raise Refused(f"{gpu.name}: compute capability {have}, and bf16 needs {least} (RTX 30 series or newer). {without}")
+    if c.vram_limit_gib and c.vram_limit_gib > gpu.total_gib:
+        raise Refused(f"--vram-limit-gib {c.vram_limit_gib:g}: the card has {gpu.total_gib:.1f} GiB; at most that")
+
+
+def check_output_dir(path: Path) -> None:
+    """Refuse an output folder that cannot be made or written."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path) as probe:
+            probe.write(b"x" * 4096)
+    except OSError as error:
+        raise Refused(f"--output-dir {path}: {error.strerror}; give a folder that can be written") from None
+
+
+def load_task(path: str):
+    """Run a task file and return it as a module, once its three names are there and its rewards pass its examples."""
+    file = Path(path)
+    if not file.is_file() or file.suffix != ".py":
+        raise Refused(f"--task {path}: no such Python file; task.py is the one that comes with the lab")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(file.resolve().parent))  # so that a task can import its neighbours
+    sys.modules[file.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise Refused(f"--task {path}: running it raised {type(error).__name__}: {one_line(error)}") from error
+    missing = [name for name in ("make_dataset", "REWARDS", "EXAMPLES") if not hasattr(module, name)]
+    if missing:
+        raise Refused(f"--task {path}: it lacks {', '.join(missing)}; task.py shows the three names that a task needs")
+    check_rewards(module.REWARDS, module.EXAMPLES, path)
+    return module
+
+
+def check_rewards(rewards, examples, path) -> None:
+    """Run the rewards on the task's own examples, as TRL would call them, and refuse what TRL would trip over.
+
+    TRL accepts a None or NaN as "does not apply" and fails far from the function on a wrong length or type: here each
+    reward must be a plain finite number and equal to the example's.
+    """
+    if not isinstance(rewards, (list, tuple)) or not rewards or not all(map(callable, rewards)):
+        raise Refused(f"--task {path}: REWARDS is {short(rewards)}; it must be a list of at least one reward function")
+    names = [getattr(reward, "__name__", None) for reward in rewards]
+    if None in names or "<lambda>" in names or len(set(names)) < len(names):
+        raise Refused(f"--task {path}: REWARDS are named {names}; each needs a name of its own, for its curve in the record")
+    if not isinstance(examples, (list, tuple)) or not examples:
+        raise Refused(f"--task {path}: EXAMPLES is {short(examples)}; it must be a list of at least one example")
+    for example in examples:
+        if not isinstance(example, dict) or not isinstance(example.get("completion"), str) or "rewards" not in example:
+            raise Refused(f"--task {path}: example {short(example)} must be a dict with `completion` (text) and `rewards`")
+        if len(example["rewards"]) != len(rewards):
+            raise Refused(f"--task {path}: example {short(example)} has rewards for {len(example['rewards'])} of {names}")
+    columns = [key for key in examples[0] if key not in ("completion", "rewards")]
+    try:
+        inputs = {key: [example[key] for example in examples] for key in columns}
+    except KeyError as error:
+        raise Refused(f"--task {path}: an example lacks the column {error} that the first one has") from None
+    prompts = [[{"role": "user", "content": ""}]] * len(examples)
+    for i, reward in enumerate(rewards):
+        try:
+            got = call_reward(reward, prompts, [example["completion"] for example in examples], inputs)
+        except Refused as refusal:
+            raise Refused(f"--task {path}, on its own examples: {refusal}") from refusal
+        for example, value in zip(examples, got):
+            if not math.isclose(value, example["rewards"][i], abs_tol=1e-6):
+                raise Refused(
+                    f"--task {path}: {names[i]} gives {value} for {short(example['completion'])}, and its example says "
+                    f"{example['rewards'][i]}"
+                )
+
+
+def call_reward(reward, prompts, texts, columns) -> list[float]:
+    """The reward's values for completions `texts`, called as TRL calls it; refuses what is not one finite number each.
+
+    `columns` are the data set's other columns. Completions are chat messages where the prompts are.
+    """
+    name, n = reward.__name__, len(texts)
+    chat = [not isinstance(prompt, str) for prompt in prompts]
+    arguments = {
+        "prompts": prompts,
+        "completions": [[{"role": "assistant", "content": t}] if c else t for t, c in zip(texts, chat)],
+        "completion_ids": [[0]] * n,
+        "trainer_state": None,
+        "log_extra": lambda column, values: None,
+        "log_metric": lambda metric, value: None,
+        **columns,
+    }
+    try:
+        got = reward(**arguments)
+        if inspect.isawaitable(got):
+            got = asyncio.run(await_it(got))
+    except Exception as error:
+        raise Refused(f"{name} raised {type(error).__name__}: {one_line(error)}") from error
+    if not isinstance(got, list):
+        raise Refused(f"{name} returned {short(got)}, a {type(got).__name__}; it must be a list of floats")
+    if len(got) != n:
+        raise Refused(f"{name} returned {len(got)} values for {n} completions: {short(got)}; it must be one each")
+    for value in got:
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            kind = type(value).__name__
+            raise Refused(f"{name} returned {short(value)} ({kind}) among its values; each must be a finite number")
+    return got
+
+
+async def await_it(awaitable):
+    return await awaitable
+
+
+def build_dataset(task, path, n, seed, split, options):
+    """The task's data set, with its shape checked. Options of None, and those that its make_dataset lacks, are left out."""
+    accepted = inspect.signature(task.make_dataset).parameters
+    options = {k: v for k, v in options.items() if v is not None and k in accepted}
+    try:
+        dataset = task.make_dataset(n, seed=seed, split=split, **options)
+    except Exception as error:
+        raise Refused(f"--task {path}: make_dataset({n}, seed={seed}, split={split!r}) raised "
+                      f"{type(error).__name__}: {one_line(error)}") from error  # fmt: skip
+    if "prompt" not in getattr(dataset, "column_names", ()):
+        raise Refused(f"--task {path}: make_dataset returned {short(dataset)}, not a datasets.Dataset with a column prompt")
+    if len(dataset) < n:
+        raise Refused(f"--task {path}: make_dataset returned {len(dataset)} {split} problems, {n} were asked for")
+    return dataset
+
+
+def drop_long_prompts(dataset, tokenizer, c, what: str):
+    """The data set without prompts of more than max_prompt_length tokens, and how many were dropped.
+
+    The pinned TRL has no max_prompt_length any more, and Unsloth ignores it: a longer prompt would not fit the engine.
+    """
+    from evaluate import encode
+
+    lengths = [len(encode(tokenizer, prompt, c.chat_template_kwargs)) for prompt in dataset["prompt"]]
+    kept = [i for i, length in enumerate(lengths) if length <= c.max_prompt_length]
+    least = c.prompts_per_step if what == "training" else 1
+    if dataset and len(kept) < least:
+        raise Refused(
+            f"--max-prompt-length {c.max_prompt_length}: {len(kept)} of {len(lengths)} {what} prompts are that short, and "
+            f"{least} are needed; the longest has {max(lengths)} tokens"
+        )
+    return dataset.select(kept), len(lengths) - len(kept)
+
+
+def flag(name: str) -> str:
+    """The command-line flag of a config field."""
+    return "--" + name.replace("_", "-")
+
+
+def short(value) -> str:
+    """A value in at most 80 characters of one line."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def one_line(error) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,65 @@
+"""Held-out problems, answered greedily and scored with the task's own rewards. Import it after unsloth."""
+
+import time
+
+import torch
+
+from checks import call_reward
+
+
+def evaluate(c, task, model, tokenizer, problems, adapter_dir=None) -> tuple[dict[str, float], list[str]]:
+    """Answer `problems` (a Dataset with a column `prompt`); returns scores and answers.
+
+    With `adapter_dir`, the adapter saved there is read from disk and used; without, the model answers as it stands,
+    which before the first step is the base model. Scores hold, for each reward function, `<name>` (the share of
+    problems whose reward is above 0: with a reward of 1.0 for the right answer, the accuracy) and `<name>/mean`, and
+    the `seconds` it took.
+    """
+    start = time.perf_counter()
+    prompts = [encode(tokenizer, prompt, c.chat_template_kwargs) for prompt in problems["prompt"]]
+    generate = answer_with_vllm if c.fast_inference else answer_with_transformers
+    texts = generate(c, model, tokenizer, prompts, adapter_dir)
+    columns = {name: problems[name][:] for name in problems.column_names if name != "prompt"}
+    scores = {}
+    for reward in task.REWARDS:
+        values = call_reward(reward, problems["prompt"][:], texts, columns)
+        scores[reward.__name__] = sum(value > 0 for value in values) / len(values)
+        scores[f"{reward.__name__}/mean"] = sum(values) / len(values)
+    scores["seconds"] = time.perf_counter() - start
+    return scores, texts
+
+
+def encode(tokenizer, prompt, chat_template_kwargs) -> list[int]:
+    """Token ids of a prompt: chat messages through the model's template, a string as it stands."""
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **chat_template_kwargs)
+
+
+def answer_with_vllm(c, model, tokenizer, prompts, adapter_dir) -> list[str]:
+    """Greedy answers from the engine in this process."""
+    from vllm import SamplingParams
+
+    outputs = model.fast_generate(
+        [{"prompt_token_ids": prompt} for prompt in prompts],
+        SamplingParams(temperature=0.0, max_tokens=c.max_completion_length),
+        lora_request=model.load_lora(str(adapter_dir)) if adapter_dir else None,
+        use_tqdm=False,
+    )
+    return [output.outputs[0].text for output in outputs]
+
+
+def answer_with_transformers(c, model, tokenizer, prompts, adapter_dir) -> list[str]:
+    """Greedy answers from generate(), 64 problems at a time, padded on the left."""
+    if adapter_dir:
+        model.load_adapter(adapter_dir, adapter_name="saved")
+        model.set_adapter("saved")
+    model.for_inference()
+    texts = []
+    for i in range(0, len(prompts), 64):
+        batch = tokenizer.pad({"input_ids": prompts[i : i + 64]}, padding_side="left", return_tensors="pt").to(model.device)
+        with torch.inference_mode():
+            tokens = model.generate(**batch, max_new_tokens=c.max_completion_length, do_sample=False)
+        texts += tokenizer.batch_decode(tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    model.for_training()
+    return texts

