@@ -35,6 +35,12 @@ def check_config(config, gpu) -> None:
         if getattr(c, name) is not None and not 0 < getattr(c, name) <= 1:
             raise Refused(f"{flag(name)} {getattr(c, name)}: a share, above 0 and at most 1")
     check_batch(c)
+    if c.lora_r > 512:
+        raise Refused(f"--lora-r {c.lora_r}: vLLM serves adapters of rank 512 at most")
+    if c.loss_type == "luspo" and c.importance_sampling_level != "sequence":
+        raise Refused("--loss-type luspo works on whole sequences: add --importance-sampling-level sequence")
+    if c.loss_type == "cispo" and (c.epsilon_high or 0) < 1:
+        raise Refused("--loss-type cispo caps the token weight at epsilon_high itself: add --epsilon-high 5 (ScaleRL's value)")
     if gpu is None:
         if c.fast_inference:
             raise Refused(
@@ -181,40 +187,6 @@ def call_reward(reward, prompts, texts, columns) -> list[float]:
 
 async def await_it(awaitable):
     return await awaitable
-
-
-def build_dataset(task, path, n, seed, split, options):
-    """The task's data set, with its shape checked. Options of None, and those that its make_dataset lacks, are left out."""
-    accepted = inspect.signature(task.make_dataset).parameters
-    options = {k: v for k, v in options.items() if v is not None and k in accepted}
-    try:
-        dataset = task.make_dataset(n, seed=seed, split=split, **options)
-    except Exception as error:
-        raise Refused(f"--task {path}: make_dataset({n}, seed={seed}, split={split!r}) raised "
-                      f"{type(error).__name__}: {one_line(error)}") from error  # fmt: skip
-    if "prompt" not in getattr(dataset, "column_names", ()):
-        raise Refused(f"--task {path}: make_dataset returned {short(dataset)}, not a datasets.Dataset with a column prompt")
-    if len(dataset) < n:
-        raise Refused(f"--task {path}: make_dataset returned {len(dataset)} {split} problems, {n} were asked for")
-    return dataset
-
-
-def drop_long_prompts(dataset, tokenizer, c, what: str):
-    """The data set without prompts of more than max_prompt_length tokens, and how many were dropped.
-
-    The pinned TRL has no max_prompt_length any more, and Unsloth ignores it: a longer prompt would not fit the engine.
-    """
-    from evaluate import encode
-
-    lengths = [len(encode(tokenizer, prompt, c.chat_template_kwargs)) for prompt in dataset["prompt"]]
-    kept = [i for i, length in enumerate(lengths) if length <= c.max_prompt_length]
-    least = c.prompts_per_step if what == "training" else 1
-    if dataset and len(kept) < least:
-        raise Refused(
-            f"--max-prompt-length {c.max_prompt_length}: {len(kept)} of {len(lengths)} {what} prompts are that short, and "
-            f"{least} are needed; the longest has {max(lengths)} tokens"
-        )
-    return dataset.select(kept), len(lengths) - len(kept)
 
 
 def flag(name: str) -> str:

@@ -5,6 +5,7 @@ import time
 import torch
 
 from checks import call_reward
+from data import encode
 
 
 def evaluate(c, task, model, tokenizer, problems, adapter_dir=None) -> tuple[dict[str, float], list[str]]:
@@ -27,13 +28,6 @@ def evaluate(c, task, model, tokenizer, problems, adapter_dir=None) -> tuple[dic
         scores[f"{reward.__name__}/mean"] = sum(values) / len(values)
     scores["seconds"] = time.perf_counter() - start
     return scores, texts
-
-
-def encode(tokenizer, prompt, chat_template_kwargs) -> list[int]:
-    """Token ids of a prompt: chat messages through the model's template, a string as it stands."""
-    if isinstance(prompt, str):
-        return tokenizer(prompt)["input_ids"]
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **chat_template_kwargs)
 
 
 def answer_with_vllm(c, model, tokenizer, prompts, adapter_dir) -> list[str]:

@@ -63,7 +63,7 @@ def find_gpu() -> tuple[Gpu | None, str]:
 
 
 class PeakMemory(threading.Thread):
-    """Samples the card's memory in use every 20 ms, until the process ends; `peak_gib` is the highest value seen.
+    """Samples the card's memory in use every 0.2 s, until the process ends; `peak_gib` is the highest value seen.
 
     torch's counters miss the CUDA context, libraries and graphs: this one sees all that the card holds.
     """
@@ -76,7 +76,7 @@ class PeakMemory(threading.Thread):
 
     def run(self):
         tick = threading.Event()
-        while not tick.wait(0.02):
+        while not tick.wait(0.2):
             self.peak_gib = max(self.peak_gib, self.gpu.used_gib())
 
 

@@ -18,8 +18,11 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo-lab"
 
 
-def check_model(name: str) -> None:
-    """Refuse, before anything slow, a folder that holds no model and a hub id that cannot be had."""
+def check_model(name: str, load_in_4bit: bool) -> None:
+    """Refuse, before anything slow, a folder that holds no model and a hub id that cannot be had.
+
+    In 4-bit Unsloth may download a smaller copy, so there the disk is looked at later, once the copy's name is known.
+    """
     if name == EMBEDDED:
         return
     if Path(name).is_dir():
@@ -28,7 +31,7 @@ def check_model(name: str) -> None:
         return
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise Refused(f"--model {name}: no such folder, and no hub id (owner/name), nor {EMBEDDED}, the embedded one")
-    ask_hub(name)
+    ask_hub(name) if load_in_4bit else check_disk(name)
 
 
 def ask_hub(name: str) -> int:

@@ -21,7 +21,8 @@ def connect(project: Path, experiment: str) -> str:
     MLFLOW_TRACKING_URI where it is set, else SQLite in the project folder. A user and password in the address move to
     the variables that MLflow's client reads them from, so that no message, param or log can show them.
     """
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{project / 'mlflow.db'}"
+    own = f"sqlite:///{project / 'mlflow.db'}"
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or own
     parts = urllib.parse.urlsplit(uri)
     if parts.scheme in ("http", "https") and "@" in parts.netloc:
         if parts.username:
@@ -31,6 +32,8 @@ def connect(project: Path, experiment: str) -> str:
         uri = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
         os.environ["MLFLOW_TRACKING_URI"] = uri
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    # TRL times its functions and logs that in the middle of a step: it should not wait for the store.
+    os.environ.setdefault("MLFLOW_ENABLE_ASYNC_LOGGING", "true")
     # The trainer's own callback would add 220 arguments under names that clash with ours; ours are the whole config.
     os.environ["MLFLOW_MAX_LOG_PARAMS"] = "0"
     import mlflow
@@ -40,7 +43,8 @@ def connect(project: Path, experiment: str) -> str:
     try:
         if parts.scheme in ("http", "https"):
             ask_server(uri)
-        elif mlflow.get_experiment_by_name(experiment) is None:
+        elif uri == own and mlflow.get_experiment_by_name(experiment) is None:
+            # the files too lie in the project folder, wherever the script is started from
             mlflow.create_experiment(experiment, artifact_location=(project / "mlruns").as_uri())
         mlflow.set_experiment(experiment)
     except Refused:

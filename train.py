@@ -21,6 +21,7 @@ import checks
 import models
 import record
 from console import Console
+from data import build_dataset, drop_long_prompts
 from gpu import PeakMemory, engine_gib, find_gpu, make_room
 
 PROJECT = Path(__file__).resolve().parent
@@ -33,6 +34,12 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "UNSLOTH_COMPILE_LOCATION": str(models.cache_folder() / "unsloth_compiled"),
 }
+
+# handed on to the task's make_dataset
+TASK_OPTIONS = ("max_operand", "worked_examples", "system")
+
+# what vLLM takes as max_lora_rank
+VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,6 +183,7 @@ PRESETS = {
         model="smollm2-135m-instruct",
         max_operand=20,
         worked_examples=1,
+        system="Answer with an integer between <ans> and </ans>.",
         load_in_4bit=False,
         fast_inference=None,
         use_gradient_checkpointing=False,
@@ -183,11 +191,11 @@ PRESETS = {
         max_completion_length=20,
         kv_cache_gib=1.0,
         beta=0.0,
-        learning_rate=2e-4,
+        learning_rate=3e-4,
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=2,
         optim="adamw_torch_fused",
-        max_steps=40,
+        max_steps=30,
     ),
 }
 
@@ -202,13 +210,13 @@ def main() -> None:
     task_file = c.task if Path(c.task).exists() else str(PROJECT / c.task)
     task = checks.load_task(task_file)
     checks.check_output_dir(Path(c.output_dir))
-    models.check_model(c.model)
+    models.check_model(c.model, c.load_in_4bit)
     store = record.connect(PROJECT, c.experiment)
 
     # data: prompts for training, and problems that training never sees
-    options = {name: getattr(c, name) for name in ("max_operand", "worked_examples", "system")}
-    train_set = checks.build_dataset(task, task_file, c.train_problems, c.seed, "train", options)
-    held_out = checks.build_dataset(task, task_file, c.eval_problems, c.seed, "held-out", options)
+    options, presets = ({name: getattr(x, name) for name in TASK_OPTIONS} for x in (c, PRESETS[c.preset]))
+    train_set = build_dataset(task, task_file, c.train_problems, c.seed, "train", options, presets)
+    held_out = build_dataset(task, task_file, c.eval_problems, c.seed, "held-out", options, presets)
 
     # record: one MLflow run holds all that follows, also how it went wrong
     run_dir = Path(c.output_dir) / f"{c.run_name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -257,8 +265,8 @@ def train(c: Config, gpu, task, train_set, held_out, run_dir: Path, console) -> 
     room = make_room(c.vram_limit_gib, gpu, peak.start_gib) if gpu else None
     name = models.resolve_model(c.model, c.load_in_4bit, gpu)
     tokenizer = AutoTokenizer.from_pretrained(name)
-    train_set, dropped = checks.drop_long_prompts(train_set, tokenizer, c, "training")
-    held_out, dropped_too = checks.drop_long_prompts(held_out, tokenizer, c, "held-out")
+    train_set, dropped = drop_long_prompts(train_set, tokenizer, c, "training")
+    held_out, dropped_too = drop_long_prompts(held_out, tokenizer, c, "held-out")
     if dropped or dropped_too:
         console.say(f"left out for prompts of more than {c.max_prompt_length} tokens: {dropped} training problems and "
                     f"{dropped_too} held-out ones")  # fmt: skip
@@ -307,6 +315,8 @@ def train(c: Config, gpu, task, train_set, held_out, run_dir: Path, console) -> 
         console.say(f"held-out, before: {in_words(before)}")
         console.say(f"held-out, after:  {in_words(after)}")
     console.say(record.memory(peak))
+    if torch.distributed.is_initialized():  # vLLM's
+        torch.distributed.destroy_process_group()
     console.say(f"adapter: {adapter_dir.resolve()}")
 
 
@@ -379,7 +389,7 @@ def vllm_arguments(c: Config, gpu, name: str, room: float) -> dict:
         )
     return {
         "fast_inference": True,
-        "max_lora_rank": c.lora_r,
+        "max_lora_rank": next(rank for rank in VLLM_LORA_RANKS if rank >= c.lora_r),
         "gpu_memory_utilization": wanted / (torch.cuda.mem_get_info()[0] / 2**30),
         "max_num_seqs": max(16, c.effective_batch),
     }

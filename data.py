@@ -1,0 +1,51 @@
+"""Problems: built by the task, as token ids through the model's chat template, and short enough."""
+
+import inspect
+
+from checks import Refused, flag, one_line, short
+
+
+def build_dataset(task, path, n, seed, split, options, presets):
+    """The task's data set, with its shape checked.
+
+    `options` are more keyword arguments for its make_dataset. One that it does not take is left out where it is None or
+    the preset's own (`presets`), and refused where it was asked for.
+    """
+    accepted = inspect.signature(task.make_dataset).parameters
+    for name, value in options.items():
+        if name not in accepted and value not in (None, presets[name]):
+            raise Refused(f"{flag(name)} {value}: make_dataset in {path} takes no {name}, only {', '.join(accepted)}")
+    options = {k: v for k, v in options.items() if v is not None and k in accepted}
+    try:
+        dataset = task.make_dataset(n, seed=seed, split=split, **options)
+    except Exception as error:
+        raise Refused(f"--task {path}: make_dataset({n}, seed={seed}, split={split!r}) raised "
+                      f"{type(error).__name__}: {one_line(error)}") from error  # fmt: skip
+    if "prompt" not in getattr(dataset, "column_names", ()):
+        raise Refused(f"--task {path}: make_dataset returned {short(dataset)}, not a datasets.Dataset with a column prompt")
+    if len(dataset) < n:
+        raise Refused(f"--task {path}: make_dataset returned {len(dataset)} {split} problems, {n} were asked for")
+    return dataset
+
+
+def encode(tokenizer, prompt, chat_template_kwargs) -> list[int]:
+    """Token ids of a prompt: chat messages through the model's template, a string as it stands."""
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **chat_template_kwargs)
+
+
+def drop_long_prompts(dataset, tokenizer, c, what: str):
+    """The data set without prompts of more than max_prompt_length tokens, and how many were dropped.
+
+    The pinned TRL has no max_prompt_length any more, and Unsloth ignores it: a longer prompt would not fit the engine.
+    """
+    lengths = [len(encode(tokenizer, prompt, c.chat_template_kwargs)) for prompt in dataset["prompt"]]
+    kept = [i for i, length in enumerate(lengths) if length <= c.max_prompt_length]
+    least = c.prompts_per_step if what == "training" else 1
+    if dataset and len(kept) < least:
+        raise Refused(
+            f"--max-prompt-length {c.max_prompt_length}: {len(kept)} of {len(lengths)} {what} prompts are that short, and "
+            f"{least} are needed; the longest has {max(lengths)} tokens"
+        )
+    return dataset.select(kept), len(lengths) - len(kept)

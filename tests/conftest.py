@@ -1,0 +1,106 @@
+"""What the tests share: the script as a subprocess, and two real runs of it, each made once."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SECRET = "s3cret-pässword"
+
+
+def train(*arguments, cwd, timeout=300, **environment) -> SimpleNamespace:
+    """Run train.py as a user would, without a GPU; returns its code, stdout, stderr and seconds."""
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1", **environment}
+    start = time.perf_counter()
+    done = subprocess.run([sys.executable, str(ROOT / "train.py"), *map(str, arguments)], cwd=cwd, env=env,
+                          capture_output=True, text=True, timeout=timeout)  # fmt: skip
+    return SimpleNamespace(code=done.returncode, stdout=done.stdout, stderr=done.stderr, seconds=time.perf_counter() - start)
+
+
+def refused(*arguments, cwd, **environment) -> str:
+    """The message of a run that has to be refused: exit code 2, one or two lines, no traceback, at once."""
+    done = train(*arguments, cwd=cwd, timeout=60, **environment)
+    assert done.code == 2, done.stdout + done.stderr
+    assert 1 <= len(done.stderr.splitlines()) <= 2, done.stderr
+    assert done.stderr.startswith("train.py: ") and "Traceback" not in done.stderr
+    return done.stderr
+
+
+def readme_block(after: str) -> str:
+    """The first code block of the README after the given words."""
+    return re.search(re.escape(after) + r".*?```\w*\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory):
+    """Two steps on SmolLM2's real weights, with a learning rate that shows, recorded in a SQLite file."""
+    folder = tmp_path_factory.mktemp("small_run")
+    store = f"sqlite:///{folder / 'mlflow.db'}"
+    done = train("--max-steps", 2, "--num-generations", 4, "--per-device-train-batch-size", 4, "--max-completion-length", 16,
+                 "--eval-problems", 4, "--learning-rate", 2e-3, "--warmup-steps", 0, "--save-steps", 2, "--sample-steps", 1,
+                 "--seed", 1, "--epsilon-high", 0.28, cwd=folder, MLFLOW_TRACKING_URI=store)  # fmt: skip
+    assert done.code == 0, done.stdout + done.stderr
+    (run_dir,) = (folder / "outputs").iterdir()
+    return SimpleNamespace(done=done, store=store, run_dir=run_dir, adapter_dir=run_dir / "final-adapter")
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    """A real `mlflow server` on loopback; yields its address."""
+    folder = tmp_path_factory.mktemp("server")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1",
+               "--backend-store-uri", f"sqlite:///{folder / 'server.db'}",
+               "--artifacts-destination", str(folder / "artifacts")]  # fmt: skip
+    with open(folder / "log", "w") as log:
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(240):
+            try:
+                urllib.request.urlopen(f"{address}/health", timeout=1)
+                break
+            except OSError:
+                assert process.poll() is None, (folder / "log").read_text()
+                time.sleep(0.25)
+        else:
+            pytest.fail((folder / "log").read_text())
+        yield address
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.fixture(scope="session")
+def own_task_run(tmp_path_factory, server):
+    """One step of the README's own task, recorded by a server whose address carries a user and a password."""
+    folder = tmp_path_factory.mktemp("own_task")
+    (folder / "my_task.py").write_text(readme_block("## Your own task"))
+    uri = server.replace("http://", f"http://somebody:{SECRET}@")
+    done = train("--task", "my_task.py", "--max-steps", 1, "--num-generations", 2, "--per-device-train-batch-size", 2,
+                 "--max-completion-length", 8, "--eval-problems", 2, "--run-name", "mine", "--experiment", "own",
+                 cwd=folder, MLFLOW_TRACKING_URI=uri)  # fmt: skip
+    assert done.code == 0, done.stdout + done.stderr
+    (run_dir,) = (folder / "outputs").iterdir()
+    return SimpleNamespace(done=done, store=server, folder=folder, run_dir=run_dir)
+
+
+def pytest_collection_modifyitems(items):
+    """GPU tests are skipped, with the reason, where no GPU is visible."""
+    from gpu import find_gpu
+
+    gpu, seen = find_gpu()
+    if gpu is None:
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=seen))

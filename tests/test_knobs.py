@@ -1,0 +1,138 @@
+"""Every knob of the algorithm reaches the trainer: each one set, a trainer built as train.py builds it, one step run.
+
+A random two-layer model with SmolLM2's tokenizer keeps a step under a second.
+"""
+
+import dataclasses
+import re
+
+import pytest
+
+from unsloth import FastLanguageModel  # isort: skip
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+import checks
+import models
+import task
+from data import drop_long_prompts, encode
+from train import PRESETS, Config, grpo_arguments
+
+LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+ON_GPU = torch.cuda.is_available()
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+TINY = dataclasses.replace(
+    PRESETS["smollm2"], max_steps=1, num_generations=2, per_device_train_batch_size=2, max_completion_length=4, warmup_steps=0
+)
+THINKING_TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is false %}/no_think{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    tokenizer = AutoTokenizer.from_pretrained(models.embedded_folder())
+    tokenizer.chat_template = THINKING_TEMPLATE
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape)).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run(folder, tmp_path):
+    """Train one step of a config; returns the trainer and the last logs."""
+
+    def run(**changes):
+        c = dataclasses.replace(TINY, **changes)
+        model, tokenizer = FastLanguageModel.from_pretrained(str(folder), load_in_4bit=False, dtype=DTYPE)
+        model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False)
+        arguments = {**grpo_arguments(c, tmp_path, on_gpu=ON_GPU), "report_to": "none", "save_strategy": "no"}
+        trainer = GRPOTrainer(
+            model=model,
+            processing_class=tokenizer,
+            reward_funcs=[length_reward],
+            args=GRPOConfig(**arguments),
+            train_dataset=task.make_dataset(8, max_operand=20),
+        )
+        trainer.train()
+        return trainer, trainer.state.log_history[0]
+
+    return run
+
+
+def length_reward(completions, **kwargs):
+    """Something that differs within a group, also for noise."""
+    return [float(i) for i in range(len(completions))]
+
+
+def test_loss_types_are_all_of_trl():
+    (field,) = [f for f in dataclasses.fields(GRPOConfig) if f.name == "loss_type"]
+    supported = field.metadata["help"].split("Supported values are ")[1].split(". ")[0]
+    assert set(re.findall(r"'(\w+)'", supported)) == set(LOSS_TYPES) == set(Config.__annotations__["loss_type"].__args__)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_loss_type(run, loss_type):
+    level = "sequence" if loss_type == "luspo" else "token"
+    trainer, logs = run(
+        loss_type=loss_type, importance_sampling_level=level, epsilon_high=5.0 if loss_type == "cispo" else None
+    )
+    assert trainer.loss_type == loss_type and trainer.importance_sampling_level == level
+    assert torch.isfinite(torch.tensor(float(logs["loss"]))) and float(logs["grad_norm"]) > 0
+
+
+def test_epsilon_high(run):
+    trainer, _ = run(epsilon=0.1, epsilon_high=0.28)
+    assert (trainer.epsilon_low, trainer.epsilon_high) == (0.1, 0.28)
+
+
+def test_epsilon_high_is_epsilon_where_it_is_not_given(run):
+    trainer, _ = run(epsilon=0.1)
+    assert (trainer.epsilon_low, trainer.epsilon_high) == (0.1, 0.1)
+
+
+def test_num_iterations(run):
+    trainer, _ = run(num_iterations=2, max_steps=4)
+    assert trainer.num_iterations == 2
+    # two optimizer steps on each batch: the second has the same prompt tokens, and an old policy to compare with
+    steps = [logs for logs in trainer.state.log_history if "reward" in logs or "loss" in logs]
+    assert len(steps) == 4
+
+
+def test_beta_brings_the_kl(run):
+    trainer, logs = run(beta=0.5)
+    assert trainer.beta == 0.5 and "kl" in logs
+    assert "kl" not in run(beta=0.0)[1]
+
+
+def test_every_value_is_the_configs(run):
+    trainer, _ = run(temperature=0.7, top_p=0.9, top_k=50, scale_rewards="batch", mask_truncated_completions=True,
+                     learning_rate=1e-3, weight_decay=0.01, max_grad_norm=0.5, lr_scheduler_type="cosine", seed=7)  # fmt: skip
+    got = {name: getattr(trainer.args, name) for name in (
+        "temperature", "top_p", "top_k", "scale_rewards", "mask_truncated_completions", "learning_rate", "weight_decay",
+        "max_grad_norm", "seed", "data_seed", "bf16", "fp16", "gradient_checkpointing", "steps_per_generation")}  # fmt: skip
+    assert got == {
+        "temperature": 0.7, "top_p": 0.9, "top_k": 50, "scale_rewards": "batch", "mask_truncated_completions": True,
+        "learning_rate": 1e-3, "weight_decay": 0.01, "max_grad_norm": 0.5, "seed": 7, "data_seed": 7, "bf16": ON_GPU,
+        "fp16": False, "gradient_checkpointing": False, "steps_per_generation": 1}  # fmt: skip
+    assert trainer.args.lr_scheduler_type == "cosine" and trainer.args.optim == "adamw_torch_fused"
+
+
+@pytest.mark.parametrize(("thinking", "expected"), [(None, "hi"), (True, "hi"), (False, "hi/no_think")])
+def test_enable_thinking_reaches_template_and_trainer(run, folder, thinking, expected):
+    trainer, _ = run(enable_thinking=thinking)
+    assert trainer.chat_template_kwargs == ({} if thinking is None else {"enable_thinking": thinking})
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompt = [{"role": "user", "content": "hi"}]
+    assert tokenizer.decode(encode(tokenizer, prompt, trainer.chat_template_kwargs)) == expected
+
+
+def test_long_prompts_are_dropped_with_the_count_or_refused(folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    dataset = task.to_dataset([{"prompt": "word " * n, "target": 0} for n in (5, 200, 10, 300)])
+    kept, dropped = drop_long_prompts(dataset, tokenizer, TINY, "training")
+    assert dropped == 2 and [row["prompt"] for row in kept] == ["word " * 5, "word " * 10]
+    with pytest.raises(checks.Refused, match="0 of 4 training prompts are that short, and 1 are needed; the longest"):
+        drop_long_prompts(dataset, tokenizer, dataclasses.replace(TINY, max_prompt_length=2), "training")

@@ -1,0 +1,197 @@
+"""Real runs of train.py on SmolLM2's real weights: what they print, what they leave, what the record holds."""
+
+import hashlib
+import json
+import re
+import subprocess
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from conftest import ROOT, SECRET, train
+
+
+def find_run(store, experiment):
+    client = MlflowClient(store)
+    (run,) = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
+    return client, run
+
+
+@pytest.fixture(scope="module")
+def recorded(small_run):
+    return find_run(small_run.store, "p7-grpo")
+
+
+def table(client, run, name, tmp_path):
+    return json.loads(open(client.download_artifacts(run.info.run_id, name, tmp_path)).read())
+
+
+def test_screen_shows_one_line_a_step_and_no_chatter(small_run):
+    lines = small_run.done.stdout.splitlines()
+    assert lines[0].startswith("preset smollm2: no CUDA GPU is visible") and "qwen3-4b needs one" in lines[0]
+    steps = [line for line in lines if line.startswith("step ")]
+    number = r"\d+\.\d+"
+    rewards = rf"reward {number}  correctness {number}  format {number}"
+    pattern = rf"step (\d)/2  {rewards}  \d+ tok/s  {number} s  {number} GiB  eta \d+:\d\d"
+    assert [re.fullmatch(pattern, line)[1] for line in steps] == ["1", "2"]
+    assert sum(line.startswith("    'What is ") for line in lines) == 4  # two samples after each step
+    assert re.fullmatch(rf"held-out, before: correctness {number}  format {number}  \(\d+ s\)", lines[-5])
+    assert re.fullmatch(rf"held-out, after:  correctness {number}  format {number}  \(\d+ s\)", lines[-4])
+    assert re.fullmatch(rf"peak memory {number} GiB of RAM \(no GPU, so no VRAM\)", lines[-3])
+    assert lines[-2] == f"adapter: {small_run.adapter_dir.resolve()}"
+    assert lines[-1].startswith(f"curves: uv run mlflow ui --backend-store-uri {small_run.store}")
+    assert len(lines) == len(steps) + 4 + 8 and small_run.done.stderr == ""
+
+
+def test_log_holds_what_the_libraries_said(small_run):
+    log = (small_run.run_dir / "train.log").read_text()
+    assert "Unsloth" in log and "rewards/correctness_reward/mean" in log and "step 2/2" in log
+
+
+def test_record_holds_config_lock_and_machine(recorded):
+    _, run = recorded
+    params, tags = run.data.params, run.data.tags
+    expected = {
+        "lora_r": "16",
+        "group": "4",
+        "num_generations": "4",
+        "max_completion_length": "16",
+        "max_seq_length": "144",
+        "beta": "0.0",
+        "loss_type": "dr_grpo",
+        "scale_rewards": "none",
+        "epsilon_high": "0.28",
+        "effective_batch": "4",
+        "prompts_per_step": "1",
+        "seed": "1",
+        "enable_thinking": "None",
+        "fast_inference": "False",
+        "driver": "none",
+        "precision": "fp32",
+        "model_requested": "smollm2-135m-instruct",
+        "trainable_parameters": "4884480",
+        "uv_lock": hashlib.sha256((ROOT / "uv.lock").read_bytes()).hexdigest()[:12],
+    }
+    assert {name: params.get(name) for name in expected} == expected
+    assert "smollm2-135m-instruct" in params["model"]
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    assert tags["git_commit"].startswith(commit or "none")
+    assert tags["card"].startswith("none (x86_64") and tags["version.trl"] and tags["version.vllm"] == "0.26.0"
+    assert (run.info.run_name, run.info.status) == ("grpo-first-add", "FINISHED")
+
+
+def test_record_holds_every_step_and_both_evaluations(recorded):
+    client, run = recorded
+
+    def history(name):
+        return {m.step: m.value for m in client.get_metric_history(run.info.run_id, name)}
+
+    for name in ("reward", "reward_std", "rewards/correctness_reward/mean", "rewards/format_reward/mean", "loss",
+                 "grad_norm", "learning_rate", "entropy", "completions/clipped_ratio", "completions/mean_length",
+                 "frac_reward_zero_std", "clip_ratio/region_mean", "step_time"):  # fmt: skip
+        assert set(history(name)) == {1, 2}, name
+    parts = history("rewards/correctness_reward/mean"), history("rewards/format_reward/mean")
+    assert all(history("reward")[step] == pytest.approx(parts[0][step] + parts[1][step]) for step in (1, 2))
+    assert history("learning_rate")[2] == pytest.approx(2e-3)
+    for name in ("correctness_reward", "format_reward", "correctness_reward/mean", "format_reward/mean", "seconds"):
+        assert set(history(f"held_out/{name}")) == {0, 2}, name
+    assert set(history("held_out/format_reward").values()) <= {0.0, 0.25, 0.5, 0.75, 1.0}
+    assert run.data.metrics["rss_peak_gib"] > 1
+    assert any(name.startswith("system/") for name in run.data.metrics)
+
+
+def test_record_holds_data_samples_and_adapter(recorded, small_run, tmp_path):
+    client, run = recorded
+    (dataset,) = run.inputs.dataset_inputs
+    assert dataset.dataset.name == "task" and json.loads(dataset.dataset.profile)["num_rows"] == 512
+    samples = table(client, run, "samples.json", tmp_path)
+    assert samples["columns"] == ["step", "prompt", "completion", "correctness_reward", "format_reward", "advantage"]
+    assert [row[0] for row in samples["data"]] == [1] * 4 + [2] * 4
+    assert all(re.fullmatch(r"What is \d+ \+ \d+\?", row[1]) for row in samples["data"])
+    answers = table(client, run, "held_out.json", tmp_path)
+    assert [row[0] for row in answers["data"]] == [0] * 4 + [2] * 4
+    arguments = table(client, run, "trainer_arguments.json", tmp_path)
+    assert arguments["epsilon_high"] == "0.28" and arguments["loss_type"] == "dr_grpo" and arguments["seed"] == "1"
+    stored = {file.path: file.file_size for file in client.list_artifacts(run.info.run_id, "lora")}
+    here = small_run.adapter_dir / "adapter_model.safetensors"
+    assert stored["lora/adapter_model.safetensors"] == here.stat().st_size > 10**7
+    assert "lora/adapter_config.json" in stored
+
+
+def test_checkpoint_and_completions_are_there(small_run):
+    assert (small_run.run_dir / "checkpoint-2" / "adapter_model.safetensors").is_file()
+    assert len(list((small_run.run_dir / "completions").glob("*.parquet"))) == 2
+
+
+def test_adapter_changes_what_the_model_says(small_run):
+    """Loaded by PEFT in the way that the README shows; the same model without it says something else."""
+    import torch
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoTokenizer
+
+    model = AutoPeftModelForCausalLM.from_pretrained(small_run.adapter_dir, dtype=torch.float32)
+    base = model.peft_config["default"].base_model_name_or_path
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    assert (tokenizer.eos_token, model.generation_config.eos_token_id) == ("<|im_end|>", tokenizer.eos_token_id)
+    assert any(p.abs().max() > 0 for name, p in model.named_parameters() if "lora_B" in name)
+    batch = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is 2 + 3?"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+
+    def answer():
+        tokens = model.generate(**batch, max_new_tokens=12, do_sample=False)
+        return tokenizer.decode(tokens[0, batch["input_ids"].shape[1] :])
+
+    with torch.inference_mode():
+        with_adapter, logits = answer(), model(**batch).logits
+        with model.disable_adapter():
+            without, base_logits = answer(), model(**batch).logits
+    assert (logits - base_logits).abs().max() > 0.1
+    assert with_adapter != without
+
+
+def test_own_task_runs_and_is_recorded_by_a_server(own_task_run):
+    client, run = find_run(own_task_run.store, "own")
+    assert (run.info.run_name, run.info.status) == ("mine", "FINISHED")
+    assert run.inputs.dataset_inputs[0].dataset.name == "my_task"
+    rewards = [name for name in run.data.metrics if name.startswith("rewards/") and name.endswith("/mean")]
+    assert rewards == ["rewards/length_reward/mean"] and "held_out/length_reward" in run.data.metrics
+    assert "lora/adapter_model.safetensors" in {f.path for f in client.list_artifacts(run.info.run_id, "lora")}
+    assert own_task_run.done.stdout.splitlines()[-1].startswith(f"curves: {own_task_run.store}, experiment own")
+
+
+def test_credentials_stay_out_of_everything(own_task_run, tmp_path):
+    client, run = find_run(own_task_run.store, "own")
+    shown = [own_task_run.done.stdout, own_task_run.done.stderr, str(run.to_dictionary())]
+    files = [p for p in own_task_run.folder.rglob("*") if p.is_file()]
+    artifacts = client.download_artifacts(run.info.run_id, "", tmp_path)
+    files += [p for p in type(own_task_run.folder)(artifacts).rglob("*") if p.is_file()]
+    assert len(files) > 10
+    for text in [*shown, *(p.read_bytes().decode(errors="replace") for p in files)]:
+        assert SECRET not in text and "p%C3%A4ssword" not in text
+
+
+def test_a_server_that_is_down_is_refused_at_once(tmp_path):
+    done = train(cwd=tmp_path, MLFLOW_TRACKING_URI=f"http://somebody:{SECRET}@127.0.0.1:9")
+    assert done.code == 2 and done.seconds < 15 and SECRET not in done.stdout + done.stderr
+    assert "MLFLOW_TRACKING_URI http://127.0.0.1:9: no MLflow server answers" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_failure_while_training_is_told_and_recorded(tmp_path):
+    """A reward that breaks only once training has begun: exit code 1, the cause on the screen, the run FAILED."""
+    (tmp_path / "my_task.py").write_text(
+        "from task import EXAMPLES, REWARDS, make_dataset\n"
+        "def fragile_reward(trainer_state, completions, **kwargs):\n"
+        "    return [0.0 if trainer_state is None else trainer_state.global_step / 0] * len(completions)\n"
+        "EXAMPLES = [{'completion': '', 'rewards': [0.0]}]\n"
+        "REWARDS = [fragile_reward]\n"
+    )
+    store = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    done = train("--task", "my_task.py", "--max-steps", 1, "--eval-problems", 0, "--max-completion-length", 4, cwd=tmp_path,
+                 MLFLOW_TRACKING_URI=store)  # fmt: skip
+    assert done.code == 1 and "failed: ZeroDivisionError: division by zero" in done.stdout
+    (log,) = tmp_path.glob("outputs/*/train.log")
+    assert "Traceback" in log.read_text() and str(log.relative_to(tmp_path)) in done.stdout
+    _, run = find_run(store, "p7-grpo")
+    assert run.info.status == "FAILED"
