@@ -12,6 +12,9 @@ from checks import Refused
 EMBEDDED = "smollm2-135m-instruct"
 USE_A_FOLDER = "a folder works without a hub: --model /path/to/model, holding config.json and the weights"
 
+# endings of the files that make up a model
+NEEDED = (".json", ".safetensors", ".jinja", ".txt", ".model")
+
 
 def cache_folder() -> Path:
     """$XDG_CACHE_HOME/grpo-lab, or ~/.cache/grpo-lab."""
@@ -35,17 +38,15 @@ def check_model(name: str, load_in_4bit: bool) -> None:
 
 
 def ask_hub(name: str) -> int:
-    """Bytes that a hub model still has to download; 0 with a full copy in the hub's cache.
+    """Bytes of a hub model that still have to be downloaded; 0 where the hub cannot be asked but a full copy is cached.
 
-    Refuses, each in its own words: a hub out of reach, a gated model, a missing one, and too little disk.
+    Refuses, each in its own words: a gated model, a missing one, and a hub out of reach.
     """
-    from huggingface_hub import constants, errors, snapshot_download
-    from huggingface_hub.utils import logging
+    from huggingface_hub import HfApi, constants, errors, snapshot_download, try_to_load_from_cache
 
-    logging.set_verbosity_error()
-    needed = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
     try:
-        files = snapshot_download(name, allow_patterns=needed, dry_run=True)
+        HfApi().auth_check(name)
+        files = HfApi().model_info(name, files_metadata=True).siblings
     except errors.GatedRepoError:
         raise Refused(f"--model {name}: gated. Accept its terms on its hub page and set HF_TOKEN; {USE_A_FOLDER}") from None
     except errors.RepositoryNotFoundError:
@@ -53,16 +54,17 @@ def ask_hub(name: str) -> int:
             f"--model {name}: the hub has no such model, or it is private (set HF_TOKEN). Is it spelled right? "
             f"The preset's is unsloth/Qwen3-4B; {USE_A_FOLDER}"
         ) from None
-    except Exception as error:  # whatever the network does, a copy in the cache is good enough
+    except Exception as error:  # whatever the network does, a whole copy in the cache is good enough
         try:
-            snapshot_download(name, allow_patterns=needed, local_files_only=True)
+            snapshot_download(name, allow_patterns=[f"*{ending}" for ending in NEEDED], local_files_only=True)
             return 0
         except Exception:
             raise Refused(
                 f"--model {name}: the hub at {constants.ENDPOINT} cannot be reached ({type(error).__name__}) and there "
                 f"is no copy in {constants.HF_HUB_CACHE}; {USE_A_FOLDER}"
             ) from None
-    return sum(f.file_size for f in files if f.will_download)
+    missing = [f for f in files if f.rfilename.endswith(NEEDED) and not try_to_load_from_cache(name, f.rfilename)]
+    return sum(f.size or 0 for f in missing)
 
 
 def check_disk(name: str) -> None:

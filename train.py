@@ -216,7 +216,9 @@ def main() -> None:
     # data: prompts for training, and problems that training never sees
     options, presets = ({name: getattr(x, name) for name in TASK_OPTIONS} for x in (c, PRESETS[c.preset]))
     train_set = build_dataset(task, task_file, c.train_problems, c.seed, "train", options, presets)
-    held_out = build_dataset(task, task_file, c.eval_problems, c.seed, "held-out", options, presets)
+    held_out = None
+    if c.eval_problems:
+        held_out = build_dataset(task, task_file, c.eval_problems, c.seed, "held-out", options, presets)
 
     # record: one MLflow run holds all that follows, also how it went wrong
     run_dir = Path(c.output_dir) / f"{c.run_name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
@@ -261,15 +263,16 @@ def train(c: Config, gpu, task, train_set, held_out, run_dir: Path, console) -> 
     from evaluate import evaluate
     from progress import Progress
 
+    if gpu and not torch.cuda.is_available():
+        raise checks.Refused(f"{gpu.name} is there, but torch cannot use it; CUDA_VISIBLE_DEVICES= trains on the CPU")
+
     # model: the frozen base with a LoRA on its seven projections
     room = make_room(c.vram_limit_gib, gpu, peak.start_gib) if gpu else None
     name = models.resolve_model(c.model, c.load_in_4bit, gpu)
     tokenizer = AutoTokenizer.from_pretrained(name)
-    train_set, dropped = drop_long_prompts(train_set, tokenizer, c, "training")
-    held_out, dropped_too = drop_long_prompts(held_out, tokenizer, c, "held-out")
-    if dropped or dropped_too:
-        console.say(f"left out for prompts of more than {c.max_prompt_length} tokens: {dropped} training problems and "
-                    f"{dropped_too} held-out ones")  # fmt: skip
+    train_set = drop_long_prompts(train_set, tokenizer, c, "training", c.prompts_per_step, console)
+    if held_out:
+        held_out = drop_long_prompts(held_out, tokenizer, c, "held-out", 1, console)
     model, tokenizer = FastLanguageModel.from_pretrained(
         model_name=name,
         max_seq_length=c.max_seq_length,

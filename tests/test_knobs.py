@@ -5,6 +5,7 @@ A random two-layer model with SmolLM2's tokenizer keeps a step under a second.
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,9 +14,9 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-import checks
 import models
 import task
+from checks import Refused
 from data import drop_long_prompts, encode
 from train import PRESETS, Config, grpo_arguments
 
@@ -130,9 +131,11 @@ def test_enable_thinking_reaches_template_and_trainer(run, folder, thinking, exp
 
 
 def test_long_prompts_are_dropped_with_the_count_or_refused(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    said = []
+    tokenizer, console = AutoTokenizer.from_pretrained(folder), SimpleNamespace(say=said.append)
     dataset = task.to_dataset([{"prompt": "word " * n, "target": 0} for n in (5, 200, 10, 300)])
-    kept, dropped = drop_long_prompts(dataset, tokenizer, TINY, "training")
-    assert dropped == 2 and [row["prompt"] for row in kept] == ["word " * 5, "word " * 10]
-    with pytest.raises(checks.Refused, match="0 of 4 training prompts are that short, and 1 are needed; the longest"):
-        drop_long_prompts(dataset, tokenizer, dataclasses.replace(TINY, max_prompt_length=2), "training")
+    kept = drop_long_prompts(dataset, tokenizer, TINY, "training", 1, console)
+    assert [row["prompt"] for row in kept] == ["word " * 5, "word " * 10]
+    assert said == ["2 of 4 training problems left out: prompts over 128 tokens"]
+    with pytest.raises(Refused, match="0 of 4 training prompts are that short, and 1 are needed; the longest has 301 tokens"):
+        drop_long_prompts(dataset, tokenizer, dataclasses.replace(TINY, max_prompt_length=2), "training", 1, console)

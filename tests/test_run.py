@@ -53,17 +53,17 @@ def test_record_holds_config_lock_and_machine(recorded):
     params, tags = run.data.params, run.data.tags
     expected = {
         "lora_r": "16",
-        "group": "4",
-        "num_generations": "4",
-        "max_completion_length": "16",
-        "max_seq_length": "144",
+        "group": "8",
+        "num_generations": "8",
+        "max_completion_length": "20",
+        "max_seq_length": "148",
         "beta": "0.0",
         "loss_type": "dr_grpo",
         "scale_rewards": "none",
         "epsilon_high": "0.28",
-        "effective_batch": "4",
+        "effective_batch": "8",
         "prompts_per_step": "1",
-        "seed": "1",
+        "seed": "5",
         "enable_thinking": "None",
         "fast_inference": "False",
         "driver": "none",
@@ -106,12 +106,12 @@ def test_record_holds_data_samples_and_adapter(recorded, small_run, tmp_path):
     assert dataset.dataset.name == "task" and json.loads(dataset.dataset.profile)["num_rows"] == 512
     samples = table(client, run, "samples.json", tmp_path)
     assert samples["columns"] == ["step", "prompt", "completion", "correctness_reward", "format_reward", "advantage"]
-    assert [row[0] for row in samples["data"]] == [1] * 4 + [2] * 4
+    assert [row[0] for row in samples["data"]] == [1] * 8 + [2] * 8
     assert all(re.fullmatch(r"What is \d+ \+ \d+\?", row[1]) for row in samples["data"])
     answers = table(client, run, "held_out.json", tmp_path)
     assert [row[0] for row in answers["data"]] == [0] * 4 + [2] * 4
     arguments = table(client, run, "trainer_arguments.json", tmp_path)
-    assert arguments["epsilon_high"] == "0.28" and arguments["loss_type"] == "dr_grpo" and arguments["seed"] == "1"
+    assert arguments["epsilon_high"] == "0.28" and arguments["loss_type"] == "dr_grpo" and arguments["seed"] == "5"
     stored = {file.path: file.file_size for file in client.list_artifacts(run.info.run_id, "lora")}
     here = small_run.adapter_dir / "adapter_model.safetensors"
     assert stored["lora/adapter_model.safetensors"] == here.stat().st_size > 10**7
@@ -135,11 +135,11 @@ def test_adapter_changes_what_the_model_says(small_run):
     assert (tokenizer.eos_token, model.generation_config.eos_token_id) == ("<|im_end|>", tokenizer.eos_token_id)
     assert any(p.abs().max() > 0 for name, p in model.named_parameters() if "lora_B" in name)
     batch = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is 2 + 3?"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        [{"role": "user", "content": "Tell me about the sea."}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
 
     def answer():
-        tokens = model.generate(**batch, max_new_tokens=12, do_sample=False)
+        tokens = model.generate(**batch, max_new_tokens=40, do_sample=False)
         return tokenizer.decode(tokens[0, batch["input_ids"].shape[1] :])
 
     with torch.inference_mode():
