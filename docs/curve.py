@@ -37,7 +37,7 @@ def main(out, *run_ids):
     window = [[curve[s] for curve in curves for s in steps if abs(s - step) <= 3] for step in steps]
     axes.plot(steps, [sum(w) / len(w) for w in window], color="black", label="training: right answers, mean of 7 steps")
     axes.set(xlabel="optimizer step", ylabel="share of right answers", ylim=(-0.03, 1.03))
-    axes.legend(loc="lower right", fontsize=8)
+    axes.legend(loc="upper left", fontsize=8)
     figure.savefig(out)
 
 
