@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import inspect
 import math
+import numbers
 import sys
 import tempfile
 from pathlib import Path
@@ -20,43 +21,48 @@ class Refused(Exception):
 
 def check_config(config, gpu) -> None:
     """Refuse a config that is wrong in itself. `gpu` is `gpu.Gpu` or None. Imports nothing heavy."""
-    c = config
     for name in ("max_steps", "max_prompt_length", "max_completion_length", "lora_r", "lora_alpha", "train_problems",
                  "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations", "save_steps"):  # fmt: skip
-        if getattr(c, name) < 1:
-            raise Refused(f"{flag(name)} {getattr(c, name)}: must be at least 1")
-    for name in ("eval_problems", "warmup_steps", "learning_rate", "weight_decay", "max_grad_norm", "beta", "top_k", "seed"):
-        if not 0 <= getattr(c, name) < math.inf:
-            raise Refused(f"{flag(name)} {getattr(c, name)}: must be 0 or a positive number")
+        if getattr(config, name) < 1:
+            raise Refused(f"{flag(name)} {getattr(config, name)}: must be at least 1")
+    for name in ("eval_problems", "warmup_steps", "learning_rate", "weight_decay", "max_grad_norm", "beta", "top_k", "seed",
+                 "sample_steps", "max_operand", "worked_examples"):  # fmt: skip
+        if getattr(config, name) is not None and not 0 <= getattr(config, name) < math.inf:
+            raise Refused(f"{flag(name)} {getattr(config, name)}: must be 0 or a positive number")
     for name in ("temperature", "epsilon", "epsilon_high", "kv_cache_gib", "vram_limit_gib"):
-        if getattr(c, name) is not None and not 0 < getattr(c, name) < math.inf:
-            raise Refused(f"{flag(name)} {getattr(c, name)}: must be a positive number")
+        if getattr(config, name) is not None and not 0 < getattr(config, name) < math.inf:
+            raise Refused(f"{flag(name)} {getattr(config, name)}: must be a positive number")
     for name in ("top_p", "gpu_memory_utilization"):
-        if getattr(c, name) is not None and not 0 < getattr(c, name) <= 1:
-            raise Refused(f"{flag(name)} {getattr(c, name)}: a share, above 0 and at most 1")
-    check_batch(c)
-    if c.lora_r > 512:
-        raise Refused(f"--lora-r {c.lora_r}: vLLM serves adapters of rank 512 at most")
-    if c.loss_type == "luspo" and c.importance_sampling_level != "sequence":
+        if getattr(config, name) is not None and not 0 < getattr(config, name) <= 1:
+            raise Refused(f"{flag(name)} {getattr(config, name)}: a share, above 0 and at most 1")
+    check_batch(config)
+    if config.lora_r > 512:
+        raise Refused(f"--lora-r {config.lora_r}: adapters of rank 512 are the largest that vLLM serves")
+    if config.seed >= 2**32:
+        raise Refused(f"--seed {config.seed}: NumPy takes seeds below 2**32 = {2**32}")
+    if config.loss_type == "luspo" and config.importance_sampling_level != "sequence":
         raise Refused("--loss-type luspo works on whole sequences: add --importance-sampling-level sequence")
-    if c.loss_type == "cispo" and (c.epsilon_high or 0) < 1:
+    if config.loss_type == "cispo" and (config.epsilon_high or 0) < 1:
         raise Refused("--loss-type cispo caps the token weight at epsilon_high itself: add --epsilon-high 5 (ScaleRL's value)")
+    if not config.fast_inference:
+        for name in ("vllm_importance_sampling_correction", "gpu_memory_utilization"):
+            if getattr(config, name):
+                raise Refused(f"{flag(name)} {getattr(config, name)}: it is about vLLM; add --fast-inference or leave it away")
     if gpu is None:
-        if c.fast_inference:
+        if config.fast_inference:
             raise Refused(
-                f"--preset {c.preset} generates with vLLM (--fast-inference), which needs a CUDA GPU, and none is visible. "
+                f"--preset {config.preset} generates with vLLM (--fast-inference), which needs a CUDA GPU; none is visible. "
                 "Without one: --preset smollm2; or --no-fast-inference, if you can wait for a CPU"
             )
-        if c.vram_limit_gib or c.gpu_memory_utilization:
-            name = "vram_limit_gib" if c.vram_limit_gib else "gpu_memory_utilization"
-            raise Refused(f"{flag(name)} {getattr(c, name)}: there is no GPU to share out; leave it away")
+        if config.vram_limit_gib:
+            raise Refused(f"--vram-limit-gib {config.vram_limit_gib:g}: there is no GPU to limit; leave it away")
     else:
-        check_gpu(c, gpu)
+        check_gpu(config, gpu)
 
 
-def check_batch(c) -> None:
+def check_batch(config) -> None:
     """Whole groups in every generation batch (TRL's rule), and enough problems to fill one."""
-    group, batch, steps = c.num_generations, c.per_device_train_batch_size, c.gradient_accumulation_steps
+    group, batch, steps = config.num_generations, config.per_device_train_batch_size, config.gradient_accumulation_steps
     if group < 2:
         raise Refused(f"--num-generations {group}: an advantage compares the answers of one group, so 2 is the least")
     if batch * steps % group:
@@ -67,13 +73,13 @@ def check_batch(c) -> None:
             f"--per-device-train-batch-size {batch} x --gradient-accumulation-steps {steps} = {batch * steps} completions "
             f"a step do not split into groups of {group} (--num-generations); nearest batch sizes: {near}"
         )
-    if c.train_problems < c.prompts_per_step:
+    if config.train_problems < config.prompts_per_step:
         raise Refused(
-            f"--train-problems {c.train_problems}: one step takes {c.prompts_per_step} problems, so that many is the least"
+            f"--train-problems {config.train_problems}: one step takes {config.prompts_per_step} problems: at least that many"
         )
 
 
-def check_gpu(c, gpu) -> None:
+def check_gpu(config, gpu) -> None:
     """Refuse a driver older than the locked CUDA, a card without bf16, and a limit that is larger than the card."""
     without = "CUDA_VISIBLE_DEVICES= uv run python train.py trains SmolLM2 on the CPU"
     if int(gpu.driver.split(".")[0]) < MIN_DRIVER:
@@ -81,8 +87,10 @@ def check_gpu(c, gpu) -> None:
     if gpu.compute_capability < MIN_COMPUTE_CAPABILITY:
         have, least = (".".join(map(str, x)) for x in (gpu.compute_capability, MIN_COMPUTE_CAPABILITY))
         raise Refused(f"{gpu.name}: compute capability {have}, and bf16 needs {least} (RTX 30 series or newer). {without}")
-    if c.vram_limit_gib and c.vram_limit_gib > gpu.total_gib:
-        raise Refused(f"--vram-limit-gib {c.vram_limit_gib:g}: the card has {gpu.total_gib:.1f} GiB; at most that")
+    if config.vram_limit_gib and config.vram_limit_gib > gpu.total_gib:
+        raise Refused(f"--vram-limit-gib {config.vram_limit_gib:g}: the card has {gpu.total_gib:.1f} GiB; at most that")
+    if config.vram_limit_gib and config.vram_limit_gib < 2:
+        raise Refused(f"--vram-limit-gib {config.vram_limit_gib:g}: the CUDA context alone takes 0.6 GiB; at least 2")
 
 
 def check_output_dir(path: Path) -> None:
@@ -96,14 +104,14 @@ def check_output_dir(path: Path) -> None:
 
 
 def load_task(path: str):
-    """Run a task file and return it as a module, once its three names are there and its rewards pass its examples."""
+    """Run a task file and return it as a module, once its three names are there."""
     file = Path(path)
     if not file.is_file() or file.suffix != ".py":
         raise Refused(f"--task {path}: no such Python file; task.py is the one that comes with the lab")
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+    spec = importlib.util.spec_from_file_location("grpo_task", file)  # a name that hides no module of anybody's
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(file.resolve().parent))  # so that a task can import its neighbours
-    sys.modules[file.stem] = module
+    sys.modules["grpo_task"] = module
+    sys.path.append(str(file.resolve().parent))  # so that a task can import its neighbours
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -111,16 +119,18 @@ def load_task(path: str):
     missing = [name for name in ("make_dataset", "REWARDS", "EXAMPLES") if not hasattr(module, name)]
     if missing:
         raise Refused(f"--task {path}: it lacks {', '.join(missing)}; task.py shows the three names that a task needs")
-    check_rewards(module.REWARDS, module.EXAMPLES, path)
     return module
 
 
-def check_rewards(rewards, examples, path) -> None:
+def check_rewards(task, path, prompt) -> None:
     """Run the rewards on the task's own examples, as TRL would call them, and refuse what TRL would trip over.
+
+    `prompt` is one of the data set's, for examples that bring none: chat messages or a string, and so the completions.
 
     TRL accepts a None or NaN as "does not apply" and fails far from the function on a wrong length or type: here each
     reward must be a plain finite number and equal to the example's.
     """
+    rewards, examples = task.REWARDS, task.EXAMPLES
     if not isinstance(rewards, (list, tuple)) or not rewards or not all(map(callable, rewards)):
         raise Refused(f"--task {path}: REWARDS is {short(rewards)}; it must be a list of at least one reward function")
     names = [getattr(reward, "__name__", None) for reward in rewards]
@@ -133,12 +143,12 @@ def check_rewards(rewards, examples, path) -> None:
             raise Refused(f"--task {path}: example {short(example)} must be a dict with `completion` (text) and `rewards`")
         if len(example["rewards"]) != len(rewards):
             raise Refused(f"--task {path}: example {short(example)} has rewards for {len(example['rewards'])} of {names}")
-    columns = [key for key in examples[0] if key not in ("completion", "rewards")]
+    columns = [key for key in examples[0] if key not in ("prompt", "completion", "rewards")]
     try:
         inputs = {key: [example[key] for example in examples] for key in columns}
     except KeyError as error:
         raise Refused(f"--task {path}: an example lacks the column {error} that the first one has") from None
-    prompts = [[{"role": "user", "content": ""}]] * len(examples)
+    prompts = [example.get("prompt", prompt) for example in examples]
     for i, reward in enumerate(rewards):
         try:
             got = call_reward(reward, prompts, [example["completion"] for example in examples], inputs)
@@ -179,7 +189,7 @@ def call_reward(reward, prompts, texts, columns) -> list[float]:
     if len(got) != n:
         raise Refused(f"{name} returned {len(got)} values for {n} completions: {short(got)}; it must be one each")
     for value in got:
-        if not isinstance(value, (int, float)) or not math.isfinite(value):
+        if not isinstance(value, numbers.Real) or not math.isfinite(value):
             kind = type(value).__name__
             raise Refused(f"{name} returned {short(value)} ({kind}) among its values; each must be a finite number")
     return got

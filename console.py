@@ -15,9 +15,9 @@ class Console:
         self.kept = os.dup(1), os.dup(2)
         self.screen = os.fdopen(os.dup(1), "w", buffering=1)
         sys.stdout.reconfigure(line_buffering=True)
-        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
+        with open(log, "a") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
 
     def __enter__(self):
         return self
@@ -27,8 +27,13 @@ class Console:
         sys.stderr.flush()
         for fd, kept in zip((1, 2), self.kept):
             os.dup2(kept, fd)
+            os.close(kept)
+        self.screen.close()
 
     def say(self, text: str) -> None:
-        """Print to the screen and to the log."""
-        print(text, file=self.screen)
+        """Print to the screen and to the log; a screen that has gone (`| head`) stops nothing."""
+        try:
+            print(text, file=self.screen)
+        except BrokenPipeError:
+            self.screen = open(os.devnull, "w")
         print(text)

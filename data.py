@@ -35,20 +35,20 @@ def encode(tokenizer, prompt, chat_template_kwargs) -> list[int]:
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **chat_template_kwargs)
 
 
-def drop_long_prompts(dataset, tokenizer, c, what: str, least: int, console):
+def drop_long_prompts(dataset, tokenizer, config, what: str, least: int, console):
     """The data set without its prompts of more than max_prompt_length tokens; says how many were dropped.
 
     The pinned TRL has no max_prompt_length any more, and Unsloth ignores it: a longer prompt would not fit the engine.
     Raises Refused where fewer than `least` are left.
     """
-    lengths = [len(encode(tokenizer, prompt, c.chat_template_kwargs)) for prompt in dataset["prompt"]]
-    kept = [i for i, length in enumerate(lengths) if length <= c.max_prompt_length]
+    lengths = [len(encode(tokenizer, prompt, config.chat_template_kwargs)) for prompt in dataset["prompt"]]
+    kept = [i for i, length in enumerate(lengths) if length <= config.max_prompt_length]
     if len(kept) < least:
         raise Refused(
-            f"--max-prompt-length {c.max_prompt_length}: {len(kept)} of {len(lengths)} {what} prompts are that short, and "
+            f"--max-prompt-length {config.max_prompt_length}: {len(kept)} of {len(lengths)} {what} prompts are that short, and "
             f"{least} are needed; the longest has {max(lengths)} tokens"
         )
     if len(kept) < len(lengths):
         dropped = len(lengths) - len(kept)
-        console.say(f"{dropped} of {len(lengths)} {what} problems left out: prompts over {c.max_prompt_length} tokens")
+        console.say(f"{dropped} of {len(lengths)} {what} problems left out: prompts over {config.max_prompt_length} tokens")
     return dataset.select(kept)

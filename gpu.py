@@ -4,10 +4,13 @@ Memory is in GiB (2**30 bytes) everywhere. On a machine without an NVIDIA driver
 """
 
 import dataclasses
+import math
 import os
 import threading
 
 import pynvml
+
+from checks import Refused
 
 GIB = 2**30
 
@@ -39,26 +42,23 @@ def find_gpu() -> tuple[Gpu | None, str]:
     try:
         pynvml.nvmlInit()
         count = pynvml.nvmlDeviceGetCount()
+        wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
+        first = "0" if wanted is None else wanted.split(",")[0].strip()
+        for i in range(count):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(i)
+            uuid = pynvml.nvmlDeviceGetUUID(handle)
+            if first == str(i) or (first.startswith("GPU-") and uuid.startswith(first)):
+                gpu = Gpu(
+                    uuid=uuid,
+                    cuda_name=first,
+                    name=pynvml.nvmlDeviceGetName(handle),
+                    driver=pynvml.nvmlSystemGetDriverVersion(),
+                    total_gib=pynvml.nvmlDeviceGetMemoryInfo(handle).total / GIB,
+                    compute_capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
+                )
+                return gpu, f"{gpu.name} with {gpu.total_gib:.0f} GiB is visible"
     except pynvml.NVMLError as error:
         return None, f"no CUDA GPU is visible ({str(error).lower()})"
-    wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is None:
-        wanted = ",".join(str(i) for i in range(count))
-    first = wanted.split(",")[0].strip()
-    for i in range(count):
-        handle = pynvml.nvmlDeviceGetHandleByIndex(i)
-        uuid = pynvml.nvmlDeviceGetUUID(handle)
-        if first == str(i) or (first.startswith("GPU-") and uuid.startswith(first)):
-            total_gib = pynvml.nvmlDeviceGetMemoryInfo(handle).total / GIB
-            gpu = Gpu(
-                uuid=uuid,
-                cuda_name=first,
-                name=pynvml.nvmlDeviceGetName(handle),
-                driver=pynvml.nvmlSystemGetDriverVersion(),
-                total_gib=total_gib,
-                compute_capability=tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)),
-            )
-            return gpu, f"{gpu.name} with {total_gib:.0f} GiB is visible"
     return None, f"no CUDA GPU is visible (CUDA_VISIBLE_DEVICES is {wanted!r}, the machine has {count})"
 
 
@@ -76,8 +76,11 @@ class PeakMemory(threading.Thread):
 
     def run(self):
         tick = threading.Event()
-        while not tick.wait(0.2):
-            self.peak_gib = max(self.peak_gib, self.gpu.used_gib())
+        try:
+            while not tick.wait(0.2):
+                self.peak_gib = max(self.peak_gib, self.gpu.used_gib())
+        except pynvml.NVMLError:
+            self.peak_gib = math.nan  # no figure is better than a stale one
 
 
 def make_room(limit_gib: float | None, gpu: Gpu, start_gib: float) -> float:
@@ -92,25 +95,53 @@ def make_room(limit_gib: float | None, gpu: Gpu, start_gib: float) -> float:
     free, total = torch.cuda.mem_get_info()
     if limit_gib is None:
         return free / GIB
-    room = limit_gib - (gpu.used_gib() - start_gib) - 0.5
+    room = max(limit_gib - (gpu.used_gib() - start_gib) - 0.5, 0)
     torch.cuda.set_per_process_memory_fraction(room * GIB / total)
     return min(room, free / GIB)
 
 
-def engine_gib(model: str, load_in_4bit: bool, kv_cache_gib: float) -> float:
-    """GiB that vLLM needs for a model folder or hub id: weights, a KV cache of `kv_cache_gib`, and 0.8 around them.
+def engine_gib(model: str, load_in_4bit: bool, lora_r: int, kv_cache_gib: float) -> float:
+    """GiB that vLLM needs for a model folder or hub id: weights, adapter, a KV cache of `kv_cache_gib`, and 0.7 more.
 
-    The weights come from the architecture, built without storage: 4-bit linear layers take 4 bits and an 8-bit scale
-    for each 64 weights, all else 16 bits. The 0.8 GiB holds the peak activation (0.24), the CUDA graphs (0.34 for
-    16 sequences), the adapter and the rest, as read from vLLM 0.26's log on an H200.
+    The weights come from the architecture, built without storage. In 4-bit a linear layer takes 4 bits a weight and an
+    8-bit scale for each 64, unless the checkpoint lists it among those kept in 16 bits, as all else is. The 0.7 GiB hold
+    the peak activation (0.24), the CUDA graphs (0.34 for 16 sequences) and the rest, as vLLM 0.26 logs them on an H200.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    config = AutoConfig.from_pretrained(model)
+    quantization = getattr(config, "quantization_config", None) or {}
+    kept = quantization.get("llm_int8_skip_modules") or []
     with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+        network = AutoModelForCausalLM.from_config(config)
     total = sum(p.numel() for p in network.parameters())
-    head = network.get_output_embeddings()
-    linear = sum(m.weight.numel() for m in network.modules() if isinstance(m, torch.nn.Linear) and m is not head)
-    weights = (linear * (4.125 / 8) + (total - linear) * 2) if load_in_4bit else total * 2
-    return weights / GIB + kv_cache_gib + 0.8
+    linear = [(name, m.weight) for name, m in network.named_modules() if isinstance(m, torch.nn.Linear)]
+    linear = [(name, weight) for name, weight in linear if weight is not network.get_output_embeddings().weight]
+    quantized = sum(w.numel() for name, w in linear if load_in_4bit and not any(part in name for part in kept))
+    adapter = sum(lora_r * sum(weight.shape) for _, weight in linear)
+    return (quantized * 4.125 / 8 + (total - quantized + adapter) * 2) / GIB + kv_cache_gib + 0.7
+
+
+def vllm_arguments(config, model: str, gpu: Gpu, room_gib: float, free_gib: float) -> dict:
+    """What turns Unsloth's loader into a loader with vLLM: its share of the card, and how many sequences it decodes.
+
+    `room_gib` is what this process may take, `free_gib` what is free on the card: Unsloth multiplies the share by that,
+    so it is handed over as a share of it. Raises Refused where the engine would leave less than 2.5 GiB of the room for
+    the training pass, which took 2.2 GiB for 8 completions of 1,024 tokens on Qwen3-4B's shape.
+    """
+    if config.gpu_memory_utilization:
+        wanted = config.gpu_memory_utilization * (config.vram_limit_gib or gpu.total_gib)
+    else:
+        wanted = engine_gib(model, config.load_in_4bit, config.lora_r, config.kv_cache_gib)
+    if wanted + 2.5 > room_gib:
+        raise Refused(
+            f"vLLM takes {wanted:.1f} GiB and training 2.5, but {room_gib:.1f} are there: a smaller --kv-cache-gib (now "
+            f"{config.kv_cache_gib:g}), --load-in-4bit, a smaller --model, or --no-fast-inference"
+        )
+    return {
+        "fast_inference": True,
+        "max_lora_rank": config.lora_r,
+        "gpu_memory_utilization": wanted / free_gib,
+        "max_num_seqs": max(16, config.effective_batch),
+    }

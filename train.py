@@ -9,6 +9,7 @@
 The qwen3-4b preset is the chapter's config. Where it departs from the chapter, and why, stands in README.md.
 """
 
+import argparse
 import dataclasses
 import os
 import sys
@@ -22,13 +23,12 @@ import models
 import record
 from console import Console
 from data import build_dataset, drop_long_prompts
-from gpu import PeakMemory, engine_gib, find_gpu, make_room
+from gpu import PeakMemory, find_gpu, make_room, vllm_arguments
 
 PROJECT = Path(__file__).resolve().parent
 
-# unless the environment says otherwise: nothing is reported to anyone, and caches lie together
+# unless the environment says otherwise, nothing is reported to anyone, and caches lie together
 ENVIRONMENT = {
-    "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "UNSLOTH_DISABLE_STATISTICS": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -37,9 +37,6 @@ ENVIRONMENT = {
 
 # handed on to the task's make_dataset
 TASK_OPTIONS = ("max_operand", "worked_examples", "system")
-
-# what vLLM takes as max_lora_rank
-VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +47,7 @@ class Config:
     """Which set of values to start from; without it, qwen3-4b where a CUDA GPU is visible, else smollm2."""
 
     # the task
-    task: str = "task.py"
+    task: str = str(PROJECT / "task.py")
     """Python file with make_dataset, REWARDS and EXAMPLES. It is run as code."""
     train_problems: int = 512
     """Problems to draw training prompts from."""
@@ -72,14 +69,14 @@ class Config:
     """LoRA rank: 33 M trainable parameters on Qwen3-4B at 16."""
     lora_alpha: int = 16
     """LoRA scale: the update is multiplied by lora_alpha / lora_r."""
-    use_gradient_checkpointing: bool = True
+    gradient_checkpointing: bool = True
     """Recompute activations in the backward pass (Unsloth's kind, on a GPU): less memory, about a third more time."""
     enable_thinking: bool | None = None
     """Thinking on or off (--enable-thinking, --no-enable-thinking), for templates that have it. None: the template's own."""
 
     # generation
-    fast_inference: bool | None = True
-    """Generate with vLLM, in this process (--fast-inference, --no-fast-inference). None: wherever a GPU is visible."""
+    fast_inference: bool = True
+    """Generate with vLLM, in this process. smollm2 does so wherever a GPU is visible."""
     max_prompt_length: int = 256
     """Tokens. Problems with longer prompts are left out of the data set, with a word about how many."""
     max_completion_length: int = 768
@@ -130,7 +127,7 @@ class Config:
     """What the learning rate does after the warm-up."""
     warmup_steps: float = 0.1
     """Steps, or a share of all steps where below 1."""
-    optim: str = "adamw_8bit"
+    optim: Literal["adamw_8bit", "paged_adamw_8bit", "adamw_torch", "adamw_torch_fused", "adafactor", "sgd"] = "adamw_8bit"
     """transformers' name of the optimizer (adamw_8bit needs a GPU; on a CPU, Unsloth takes adamw_torch_fused)."""
     weight_decay: float = 0.001
     """Pulls the adapter's matrices to 0, so the model to its base."""
@@ -185,8 +182,8 @@ PRESETS = {
         worked_examples=1,
         system="Answer with an integer between <ans> and </ans>.",
         load_in_4bit=False,
-        fast_inference=None,
-        use_gradient_checkpointing=False,
+        fast_inference=False,
+        gradient_checkpointing=False,
         max_prompt_length=128,
         max_completion_length=20,
         kv_cache_gib=1.0,
@@ -200,34 +197,53 @@ PRESETS = {
 }
 
 
+def read_config(arguments: list[str], gpu) -> Config:
+    """The preset's values with the command line's on top; what is no config ends the program with tyro's message."""
+    import tyro
+
+    # a switch with three states, which tyro has no pair of flags for
+    for i, word in enumerate(arguments):
+        on = word.replace("_", "-") == "--enable-thinking" and arguments[i + 1 : i + 2] not in (["True"], ["False"], ["None"])
+        if on or word.replace("_", "-") == "--no-enable-thinking":
+            arguments = [*arguments[:i], f"--enable-thinking={on}", *arguments[i + 1 :]]
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", nargs="?")
+    preset = first.parse_known_args(arguments)[0].preset or ("smollm2" if gpu is None else "qwen3-4b")
+    default = PRESETS.get(preset, PRESETS["smollm2"])  # tyro refuses a preset that is none
+    if gpu and preset == "smollm2":
+        default = dataclasses.replace(default, fast_inference=True)
+    return tyro.cli(Config, args=arguments, default=default, prog="train.py")
+
+
 def main() -> None:
     # config: everything that can be wrong is looked at before anything slow
+    os.environ.update({**ENVIRONMENT, **os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})  # NVML counts cards in that order
     gpu, seen = find_gpu()
-    c = read_config(sys.argv[1:], gpu)
-    other = "smollm2 needs none" if c.preset == "qwen3-4b" else "qwen3-4b needs one with 16 GB and driver 580 or newer"
-    print(f"preset {c.preset}: {seen}; {other}", flush=True)
-    checks.check_config(c, gpu)
-    task_file = c.task if Path(c.task).exists() else str(PROJECT / c.task)
-    task = checks.load_task(task_file)
-    checks.check_output_dir(Path(c.output_dir))
-    models.check_model(c.model, c.load_in_4bit)
-    store = record.connect(PROJECT, c.experiment)
+    config = read_config(sys.argv[1:], gpu)
+    other = "smollm2 needs none" if config.preset == "qwen3-4b" else "qwen3-4b needs one with 16 GB and driver 580 or newer"
+    print(f"preset {config.preset}: {seen}; {other}", flush=True)
+    checks.check_config(config, gpu)
+    checks.check_output_dir(Path(config.output_dir))
+    models.check_model(config.model, config.load_in_4bit)
 
-    # data: prompts for training, and problems that training never sees
-    options, presets = ({name: getattr(x, name) for name in TASK_OPTIONS} for x in (c, PRESETS[c.preset]))
-    train_set = build_dataset(task, task_file, c.train_problems, c.seed, "train", options, presets)
+    # data: prompts for training, problems that training never sees, and rewards that pass their own examples
+    task = checks.load_task(config.task)
+    options, presets = ({name: getattr(x, name) for name in TASK_OPTIONS} for x in (config, PRESETS[config.preset]))
+    train_set = build_dataset(task, config.task, config.train_problems, config.seed, "train", options, presets)
     held_out = None
-    if c.eval_problems:
-        held_out = build_dataset(task, task_file, c.eval_problems, c.seed, "held-out", options, presets)
+    if config.eval_problems:
+        held_out = build_dataset(task, config.task, config.eval_problems, config.seed, "held-out", options, presets)
+    checks.check_rewards(task, config.task, train_set[0]["prompt"])
 
     # record: one MLflow run holds all that follows, also how it went wrong
-    run_dir = Path(c.output_dir) / f"{c.run_name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    store = record.connect(PROJECT, config.experiment)
+    run_dir = Path(config.output_dir) / f"{config.run_name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     run_dir.mkdir(parents=True)
+    status = "FAILED"
     with Console(run_dir / "train.log") as console:
-        run_id = record.start(c, gpu, PROJECT, run_dir, train_set)
-        status = "FAILED"
         try:
-            train(c, gpu, task, train_set, held_out, run_dir, console)
+            run_id = record.start(config, gpu, PROJECT, run_dir)
+            train(config, gpu, task, train_set, held_out, run_dir, console)
             status = "FINISHED"
         except KeyboardInterrupt:
             status = "KILLED"
@@ -241,15 +257,13 @@ def main() -> None:
             sys.exit(1)
         finally:
             record.end(status)
-        console.say(f"curves: {how_to_open(store)}, experiment {c.experiment}, run {run_id}")
+        console.say(f"curves: {record.how_to_open(store, PROJECT)}, experiment {config.experiment}, run {run_id}")
 
 
-def train(c: Config, gpu, task, train_set, held_out, run_dir: Path, console) -> None:
+def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console) -> None:
     """Load, evaluate, train, save, evaluate what was saved."""
     # Unsloth comes first, since it patches what the others import
-    console.say(f"loading {c.model}, a minute or two; the libraries talk to {run_dir / 'train.log'}")
-    for variable, value in ENVIRONMENT.items():
-        os.environ.setdefault(variable, value)
+    console.say(f"loading {config.model}, a minute or two; the libraries talk to {run_dir / 'train.log'}")
     peak = None
     if gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu.cuda_name  # one process, one card
@@ -260,173 +274,131 @@ def train(c: Config, gpu, task, train_set, held_out, run_dir: Path, console) -> 
     from transformers import AutoTokenizer, set_seed
     from trl import GRPOConfig, GRPOTrainer
 
-    from evaluate import evaluate
+    from held_out import evaluate, in_words
     from progress import Progress
 
     if gpu and not torch.cuda.is_available():
         raise checks.Refused(f"{gpu.name} is there, but torch cannot use it; CUDA_VISIBLE_DEVICES= trains on the CPU")
 
-    # model: the frozen base with a LoRA on its seven projections
-    room = make_room(c.vram_limit_gib, gpu, peak.start_gib) if gpu else None
-    name = models.resolve_model(c.model, c.load_in_4bit, gpu)
+    # data: problems with prompts that fit
+    name = models.resolve_model(config.model, config.load_in_4bit, gpu)
     tokenizer = AutoTokenizer.from_pretrained(name)
-    train_set = drop_long_prompts(train_set, tokenizer, c, "training", c.prompts_per_step, console)
+    drawn = len(train_set)
+    train_set = drop_long_prompts(train_set, tokenizer, config, "training", config.prompts_per_step, console)
     if held_out:
-        held_out = drop_long_prompts(held_out, tokenizer, c, "held-out", 1, console)
+        held_out = drop_long_prompts(held_out, tokenizer, config, "held-out", 1, console)
+    record.data(train_set, drawn - len(train_set), config.task)
+
+    # model: the frozen base, with vLLM beside it where wanted, and a LoRA on its seven projections
+    vllm = {}
+    if gpu:
+        room_gib = make_room(config.vram_limit_gib, gpu, peak.start_gib)
+        if config.fast_inference:
+            vllm = vllm_arguments(config, name, gpu, room_gib, free_gib=torch.cuda.mem_get_info()[0] / 2**30)
     model, tokenizer = FastLanguageModel.from_pretrained(
         model_name=name,
-        max_seq_length=c.max_seq_length,
-        load_in_4bit=c.load_in_4bit,
+        max_seq_length=config.max_seq_length,
+        load_in_4bit=config.load_in_4bit,
         dtype=torch.bfloat16 if gpu else torch.float32,
-        **(vllm_arguments(c, gpu, name, room) if c.fast_inference else {}),
+        **vllm,
     )
     model = FastLanguageModel.get_peft_model(
         model,
-        r=c.lora_r,
-        lora_alpha=c.lora_alpha,
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=0.0,
+        bias="none",
         target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        use_gradient_checkpointing="unsloth" if c.use_gradient_checkpointing else False,
-        random_state=c.seed,
+        use_gradient_checkpointing="unsloth" if config.gradient_checkpointing else False,
+        random_state=config.seed,
     )
     record.loaded(model)
 
     # trainer: TRL's own, which Unsloth has patched to sample from the engine above
+    reward_names = [reward.__name__ for reward in task.REWARDS]
     trainer = GRPOTrainer(
         model=model,
         processing_class=tokenizer,
         reward_funcs=task.REWARDS,
-        args=GRPOConfig(**grpo_arguments(c, run_dir, on_gpu=gpu is not None)),
+        args=GRPOConfig(**grpo_arguments(config, run_dir, on_gpu=gpu is not None)),
         train_dataset=train_set,
-        callbacks=[Progress(c, console, peak, run_dir)],
+        callbacks=[Progress(config, reward_names, console, peak, run_dir)],
     )
     record.trainer_arguments(trainer.args)
 
     # training, between two evaluations on problems that it never sees; the second reads the adapter back from disk
     adapter_dir = run_dir / "final-adapter"
-    before = None
     if held_out:
-        before, answers = evaluate(c, task, model, tokenizer, held_out)
+        before, answers = evaluate(config, task, model, tokenizer, held_out)
         record.held_out(before, held_out, answers, step=0)
         console.say(f"held-out, before: {in_words(before)}")
-    set_seed(c.seed)
+    set_seed(config.seed)
     trainer.train()
     model.save_pretrained(str(adapter_dir))
-    record.adapter(adapter_dir)
+    saved = record.adapter(adapter_dir)
     if held_out:
-        after, answers = evaluate(c, task, model, tokenizer, held_out, adapter_dir)
-        record.held_out(after, held_out, answers, step=c.max_steps)
+        after, answers = evaluate(config, task, model, tokenizer, held_out, adapter_dir)
+        record.held_out(after, held_out, answers, step=config.max_steps)
         console.say(f"held-out, before: {in_words(before)}")
         console.say(f"held-out, after:  {in_words(after)}")
     console.say(record.memory(peak))
+    console.say(saved)
     if torch.distributed.is_initialized():  # vLLM's
         torch.distributed.destroy_process_group()
-    console.say(f"adapter: {adapter_dir.resolve()}")
 
 
-def grpo_arguments(c: Config, run_dir: Path, on_gpu: bool) -> dict:
+def grpo_arguments(config: Config, run_dir: Path, on_gpu: bool) -> dict:
     """TRL's arguments, every one that matters: Unsloth's defaults differ from TRL's, and on a GPU from those on a CPU.
 
     Unsloth's mini batch is given too, since by itself it would be taken from the whole card's free memory.
     """
     return dict(
         output_dir=str(run_dir),
-        run_name=c.run_name,
+        run_name=config.run_name,
         report_to="mlflow",
-        num_generations=c.num_generations,
-        per_device_train_batch_size=c.per_device_train_batch_size,
-        gradient_accumulation_steps=c.gradient_accumulation_steps,
-        steps_per_generation=c.gradient_accumulation_steps,
-        max_completion_length=c.max_completion_length,
-        temperature=c.temperature,
-        top_p=c.top_p,
-        top_k=c.top_k,
-        chat_template_kwargs=c.chat_template_kwargs,
-        num_iterations=c.num_iterations,
-        beta=c.beta,
-        epsilon=c.epsilon,
-        epsilon_high=c.epsilon if c.epsilon_high is None else c.epsilon_high,
-        loss_type=c.loss_type,
-        scale_rewards=c.scale_rewards,
-        importance_sampling_level=c.importance_sampling_level,
-        mask_truncated_completions=c.mask_truncated_completions,
-        vllm_importance_sampling_correction=c.vllm_importance_sampling_correction,
-        learning_rate=c.learning_rate,
-        lr_scheduler_type=c.lr_scheduler_type,
-        warmup_steps=c.warmup_steps,
-        optim=c.optim,
-        weight_decay=c.weight_decay,
+        num_generations=config.num_generations,
+        per_device_train_batch_size=config.per_device_train_batch_size,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        steps_per_generation=config.gradient_accumulation_steps,
+        max_completion_length=config.max_completion_length,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        min_p=None,
+        repetition_penalty=1.0,
+        chat_template_kwargs=config.chat_template_kwargs,
+        num_iterations=config.num_iterations,
+        beta=config.beta,
+        epsilon=config.epsilon,
+        epsilon_high=config.epsilon if config.epsilon_high is None else config.epsilon_high,
+        loss_type=config.loss_type,
+        scale_rewards=config.scale_rewards,
+        importance_sampling_level=config.importance_sampling_level,
+        mask_truncated_completions=config.mask_truncated_completions,
+        vllm_importance_sampling_correction=config.vllm_importance_sampling_correction,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type=config.lr_scheduler_type,
+        warmup_steps=config.warmup_steps,
+        optim=config.optim,
+        weight_decay=config.weight_decay,
         adam_beta1=0.9,
         adam_beta2=0.999,
         adam_epsilon=1e-8,
-        max_grad_norm=c.max_grad_norm,
-        max_steps=c.max_steps,
+        max_grad_norm=config.max_grad_norm,
+        max_steps=config.max_steps,
         bf16=on_gpu,
         fp16=False,
-        gradient_checkpointing=c.use_gradient_checkpointing,
-        seed=c.seed,
-        data_seed=c.seed,
+        gradient_checkpointing=config.gradient_checkpointing,
+        seed=config.seed,
+        data_seed=config.seed,
+        torch_empty_cache_steps=None,
         logging_steps=1,
-        save_steps=c.save_steps,
+        save_steps=config.save_steps,
         log_completions=True,
         num_completions_to_print=1,
         disable_tqdm=True,
-        **({"unsloth_grpo_mini_batch": c.per_device_train_batch_size} if on_gpu else {}),
+        **({"unsloth_grpo_mini_batch": config.per_device_train_batch_size} if on_gpu else {}),
     )
-
-
-def vllm_arguments(c: Config, gpu, name: str, room: float) -> dict:
-    """What turns Unsloth's loader into a loader with vLLM: its share of the card, and how many sequences it decodes.
-
-    `room` is in GiB. Unsloth multiplies the share by the memory that is free, so it is handed over as a share of that.
-    """
-    import torch
-
-    if c.gpu_memory_utilization:
-        wanted = c.gpu_memory_utilization * (c.vram_limit_gib or gpu.total_gib)
-    else:
-        wanted = engine_gib(name, c.load_in_4bit, c.kv_cache_gib)
-    if wanted > room:
-        raise checks.Refused(
-            f"vLLM needs {wanted:.1f} GiB and {room:.1f} are free: a smaller --kv-cache-gib (now {c.kv_cache_gib:g}), "
-            "--load-in-4bit, or a smaller model"
-        )
-    return {
-        "fast_inference": True,
-        "max_lora_rank": next(rank for rank in VLLM_LORA_RANKS if rank >= c.lora_r),
-        "gpu_memory_utilization": wanted / (torch.cuda.mem_get_info()[0] / 2**30),
-        "max_num_seqs": max(16, c.effective_batch),
-    }
-
-
-def read_config(arguments: list[str], gpu) -> Config:
-    """The preset's values with the command line's on top. A switch may also be written as --switch and --no-switch."""
-    import tyro
-
-    switches = {"enable-thinking", "fast-inference"}
-    words = []
-    for word in arguments:
-        name = word.removeprefix("--").removeprefix("no-")
-        words += [f"--{name}", str(not word.startswith("--no-"))] if word.startswith("--") and name in switches else [word]
-    preset = "smollm2" if gpu is None else "qwen3-4b"
-    for word, value in zip(words, words[1:] + [""]):
-        if word.startswith("--preset"):
-            preset = word.removeprefix("--preset=") if "=" in word else value
-    c = tyro.cli(Config, args=words, default=PRESETS.get(preset, PRESETS["smollm2"]), prog="train.py")
-    return dataclasses.replace(c, fast_inference=gpu is not None) if c.fast_inference is None else c
-
-
-def in_words(scores: dict[str, float]) -> str:
-    """Scores of one evaluation on one line; a share is of the problems whose reward is above 0."""
-    shares = [f"{name.removesuffix('_reward')} {v:.3f}" for name, v in scores.items() if "/" not in name and name != "seconds"]
-    return "  ".join([*shares, f"({scores['seconds']:.0f} s)"])
-
-
-def how_to_open(store: str) -> str:
-    """The command or address that shows the curves."""
-    if store.startswith("http"):
-        return store
-    default = store == f"sqlite:///{PROJECT / 'mlflow.db'}"
-    return f"cd {PROJECT} && uv run mlflow ui" if default else f"uv run mlflow ui --backend-store-uri {store}"
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ SECRET = "s3cret-pässword"
 
 
 def train(*arguments, cwd, timeout=300, **environment) -> SimpleNamespace:
-    """Run train.py as a user would, without a GPU; returns its code, stdout, stderr and seconds."""
-    env = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1", **environment}
+    """Run train.py as a user would, without a GPU, recording into `cwd`; returns its code, stdout, stderr and seconds."""
+    store = f"sqlite:///{cwd / 'mlflow.db'}"
+    env = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "", "MLFLOW_TRACKING_URI": store, **environment}
     start = time.perf_counter()
     done = subprocess.run([sys.executable, str(ROOT / "train.py"), *map(str, arguments)], cwd=cwd, env=env,
                           capture_output=True, text=True, timeout=timeout)  # fmt: skip
@@ -27,9 +28,10 @@ def train(*arguments, cwd, timeout=300, **environment) -> SimpleNamespace:
 
 
 def refused(*arguments, cwd, **environment) -> str:
-    """The message of a run that has to be refused: exit code 2, one or two lines, no traceback, at once."""
+    """The message of a run that has to be refused: exit code 2, one or two lines, no traceback, nothing left behind."""
     done = train(*arguments, cwd=cwd, timeout=60, **environment)
     assert done.code == 2, done.stdout + done.stderr
+    assert not list(cwd.glob("outputs/*")) and not (cwd / "mlflow.db").exists()
     assert 1 <= len(done.stderr.splitlines()) <= 2, done.stderr
     assert done.stderr.startswith("train.py: ") and "Traceback" not in done.stderr
     return done.stderr
@@ -44,11 +46,11 @@ def readme_block(after: str) -> str:
 def small_run(tmp_path_factory):
     """Two steps on SmolLM2's real weights, with a learning rate that shows, recorded in a SQLite file."""
     folder = tmp_path_factory.mktemp("small_run")
-    store = f"sqlite:///{folder / 'mlflow.db'}"
     done = train("--max-steps", 2, "--eval-problems", 4, "--learning-rate", 2e-3, "--warmup-steps", 0, "--save-steps", 2,
-                 "--sample-steps", 1, "--epsilon-high", 0.28, "--seed", 5, cwd=folder, MLFLOW_TRACKING_URI=store)  # fmt: skip
+                 "--sample-steps", 1, "--epsilon-high", 0.28, "--seed", 5, cwd=folder)  # fmt: skip
     assert done.code == 0, done.stdout + done.stderr
     (run_dir,) = (folder / "outputs").iterdir()
+    store = f"sqlite:///{folder / 'mlflow.db'}"
     return SimpleNamespace(done=done, store=store, run_dir=run_dir, adapter_dir=run_dir / "final-adapter")
 
 
@@ -97,10 +99,10 @@ def own_task_run(tmp_path_factory, server):
 
 def pytest_collection_modifyitems(items):
     """GPU tests are skipped, with the reason, where no GPU is visible."""
-    from gpu import find_gpu
+    on_gpu = [item for item in items if "gpu" in item.keywords]
+    if on_gpu:
+        from gpu import find_gpu
 
-    gpu, seen = find_gpu()
-    if gpu is None:
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason=seen))
+        gpu, seen = find_gpu()
+        for item in on_gpu if gpu is None else []:
+            item.add_marker(pytest.mark.skip(reason=seen))

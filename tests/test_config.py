@@ -1,13 +1,16 @@
 """What is refused: each mistake through the script, as a user would make it, and the rules that need a card's data."""
 
+import dataclasses
+import json
 import textwrap
 
+import pynvml
 import pytest
 
 from checks import Refused, check_gpu
 from conftest import refused, train
-from gpu import Gpu
-from train import PRESETS
+from gpu import Gpu, engine_gib, find_gpu, vllm_arguments
+from train import PRESETS, read_config
 
 TASK = """
 from task import EXAMPLES, make_dataset
@@ -43,13 +46,17 @@ def test_help_is_quick_and_names_the_knobs(tmp_path):
         ("--beta -0.1", ["--beta -0.1", "0 or a positive number"]),
         ("--top-p 1.5", ["--top-p 1.5", "at most 1"]),
         ("--seed -1", ["--seed -1"]),
+        ("--seed 99999999999", ["--seed 99999999999", "4294967296"]),
+        ("--sample-steps -1", ["--sample-steps -1"]),
+        ("--worked-examples -1", ["--worked-examples -1"]),
         ("--lora-r 1024", ["--lora-r 1024", "512"]),
         ("--loss-type luspo", ["--loss-type luspo", "--importance-sampling-level sequence"]),
         ("--loss-type cispo", ["--loss-type cispo", "--epsilon-high 5"]),
         ("--preset qwen3-4b", ["--preset qwen3-4b", "CUDA GPU", "--preset smollm2", "--no-fast-inference"]),
         ("--fast-inference", ["vLLM", "CUDA GPU", "--no-fast-inference"]),
         ("--vram-limit-gib 15", ["--vram-limit-gib 15", "no GPU"]),
-        ("--gpu-memory-utilization 0.5", ["--gpu-memory-utilization 0.5", "no GPU"]),
+        ("--gpu-memory-utilization 0.5", ["--gpu-memory-utilization 0.5", "--fast-inference"]),
+        ("--vllm-importance-sampling-correction", ["--vllm-importance-sampling-correction", "--fast-inference"]),
         ("--model nowhere", ["--model nowhere", "no such folder", "smollm2-135m-instruct"]),
         ("--model ./nowhere", ["--model ./nowhere", "no such folder"]),
         ("--model .", ["--model .", "no config.json"]),
@@ -63,10 +70,15 @@ def test_config_is_refused_at_once(arguments, words, tmp_path):
     message = refused(*arguments.split(), cwd=tmp_path)
     for word in words:
         assert word in message
-    assert not list(tmp_path.glob("outputs/*"))
 
 
-@pytest.mark.parametrize("arguments", ["--loss-type nope", "--max-step 3", "--max-steps many", "--max-steps", "--preset nope"])
+def test_a_wrong_config_comes_back_before_any_heavy_import(tmp_path):
+    assert min(train("--num-generations", "5", cwd=tmp_path).seconds for _ in range(2)) < 3
+
+
+@pytest.mark.parametrize(
+    "arguments", ["--loss-type nope", "--optim nope", "--max-step 3", "--max-steps many", "--max-steps", "--preset nope"]
+)
 def test_words_that_are_no_config_are_refused(arguments, tmp_path):
     done = train(*arguments.split(), cwd=tmp_path)
     assert done.code == 2 and done.seconds < 3 and "Traceback" not in done.stderr
@@ -89,8 +101,8 @@ def test_words_that_are_no_config_are_refused(arguments, tmp_path):
         ("def good(completions, **kwargs): return [1.0]\nREWARDS = [good]", ["good returned 1 values for 2"]),
         ("def good(completions, **kwargs): return [None, 0.0]\nREWARDS = [good]", ["good returned None (NoneType)"]),
         ("def good(completions, **kwargs): return [float('nan'), 0.0]\nREWARDS = [good]", ["good returned nan (float)"]),
-        ("import array\ndef good(completions, **kwargs): return array.array('d', [1.0, 0.0])\nREWARDS = [good]",
-         ["good returned array('d', [1.0, 0.0]), a array"]),
+        ("class Tensor:\n  def __repr__(self): return 'tensor([1., 0.])'\n"
+         "def good(completions, **kwargs): return Tensor()\nREWARDS = [good]", ["good returned tensor([1., 0.]), a Tensor"]),
         ("import numpy\ndef good(completions, **kwargs): return list(numpy.ones((2, 1)))\nREWARDS = [good]",
          ["good returned array([1.]) (ndarray)"]),
         ("def good(completions, **kwargs): return completions[9]\nREWARDS = [good]", ["good raised IndexError"]),
@@ -114,6 +126,37 @@ def test_an_option_that_the_task_does_not_take_is_refused(tmp_path):
     assert "RuntimeError: reached" in refused("--task", "my_task.py", cwd=tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["numpy.float32([1.0, 0.0])", "[True, False]", "[1, 0]"])
+def test_rewards_that_trl_takes_are_taken(kind, tmp_path):
+    """Not refused for the values' type: the next thing that is wrong is what the message is about."""
+    code = (
+        f"import numpy\ndef good(completions, **kwargs): return list({kind})\nREWARDS = [good]\nEXAMPLES[0]['rewards'] = [7.0]"
+    )
+    (tmp_path / "my_task.py").write_text(textwrap.dedent(TASK) + code)
+    assert "its example says 7.0" in refused("--task", "my_task.py", cwd=tmp_path)
+
+
+def test_a_task_of_plain_strings_gets_plain_strings(tmp_path):
+    code = """
+from datasets import Dataset
+def make_dataset(n, seed, split):
+    return Dataset.from_list([{"prompt": "say 42"}] * n)
+def good(prompts, completions, **kwargs):
+    assert prompts[0] == "say 42" and prompts[1] == "mine"
+    return [float(text.startswith("42")) for text in completions]
+REWARDS = [good]
+EXAMPLES = [{"completion": "42", "rewards": [1.0]}, {"prompt": "mine", "completion": "42", "rewards": [7.0]}]
+"""
+    (tmp_path / "my_task.py").write_text(code)
+    assert "good gives 1.0 for '42', and its example says 7.0" in refused("--task", "my_task.py", cwd=tmp_path)
+
+
+def test_a_task_hides_none_of_the_labs_modules(tmp_path):
+    (tmp_path / "data.py").write_text(textwrap.dedent(TASK) + "EXAMPLES[0]['rewards'] = [7.0]")
+    (tmp_path / "record.py").write_text("raise RuntimeError('the wrong one')")
+    assert "its example says 7.0" in refused("--task", "data.py", cwd=tmp_path)
+
+
 def card(**changes):
     values = {"uuid": "GPU-0", "cuda_name": "0", "name": "NVIDIA GeForce RTX 5080", "driver": "580.65.06", "total_gib": 15.9,
               "compute_capability": (12, 0)}  # fmt: skip
@@ -129,9 +172,110 @@ def card(**changes):
     ],
 )
 def test_card_is_refused(changes, limit, words):
-    import dataclasses
-
     config = dataclasses.replace(PRESETS["qwen3-4b"], vram_limit_gib=limit)
     with pytest.raises(Refused, match=words):
         check_gpu(config, card(**changes))
     check_gpu(PRESETS["qwen3-4b"], card())
+
+
+@pytest.fixture
+def qwen3_4b(tmp_path):
+    """A folder with Qwen3-4B's shape, as its config.json gives it."""
+    shape = dict(vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
+                 num_key_value_heads=8, head_dim=128, tie_word_embeddings=True)  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **shape}))
+    return tmp_path
+
+
+def test_engine_holds_weights_adapter_and_cache(qwen3_4b):
+    # 3.633 B weights in linear layers, 0.389 B in the tied embedding, 33 M in the adapter
+    assert engine_gib(qwen3_4b, False, 16, 2.5) == pytest.approx((4.0224e9 + 33.03e6) * 2 / 2**30 + 2.5 + 0.7, rel=1e-3)
+    in_4bit = (3.6333e9 * 4.125 / 8 + 0.3891e9 * 2 + 33.03e6 * 2) / 2**30 + 2.5 + 0.7
+    assert engine_gib(qwen3_4b, True, 16, 2.5) == pytest.approx(in_4bit, rel=1e-3)
+    config = json.loads((qwen3_4b / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head", "layers.3.mlp"]}
+    (qwen3_4b / "config.json").write_text(json.dumps(config))
+    kept = 3 * 2560 * 9728 * (2 - 4.125 / 8) / 2**30
+    assert engine_gib(qwen3_4b, True, 16, 2.5) == pytest.approx(in_4bit + kept, rel=1e-3)
+
+
+def test_share_is_of_what_is_free_and_leaves_room_for_training(qwen3_4b):
+    config = PRESETS["qwen3-4b"]
+    engine = engine_gib(qwen3_4b, True, 16, 2.5)
+    arguments = vllm_arguments(config, qwen3_4b, card(), room_gib=15.2, free_gib=15.2)
+    assert arguments["gpu_memory_utilization"] == pytest.approx(engine / 15.2)
+    assert (arguments["max_lora_rank"], arguments["max_num_seqs"]) == (16, 16)
+    # a limit leaves the engine as large, though the card has more free
+    limited = dataclasses.replace(config, vram_limit_gib=15.0)
+    arguments = vllm_arguments(limited, qwen3_4b, card(total_gib=139.8), room_gib=13.9, free_gib=139.1)
+    assert arguments["gpu_memory_utilization"] == pytest.approx(engine / 139.1)
+    # a share that is given counts from the limit too
+    given = dataclasses.replace(limited, gpu_memory_utilization=0.4)
+    arguments = vllm_arguments(given, qwen3_4b, card(total_gib=139.8), room_gib=13.9, free_gib=139.1)
+    assert arguments["gpu_memory_utilization"] == pytest.approx(0.4 * 15 / 139.1)
+    with pytest.raises(Refused, match=r"vLLM takes 5\.\d GiB and training 2\.5, but 7\.5 are there: a smaller --kv-cache-gib"):
+        vllm_arguments(config, qwen3_4b, card(), room_gib=7.5, free_gib=7.5)
+
+
+def test_preset_follows_the_card_and_the_word():
+    assert read_config([], None).preset == "smollm2" and read_config([], card()).preset == "qwen3-4b"
+    assert read_config(["--preset=smollm2"], card()).fast_inference is True
+    assert read_config(["--preset", "smollm2"], None).fast_inference is False
+    assert read_config(["--preset", "smollm2", "--no-fast-inference"], card()).fast_inference is False
+    assert read_config(["--preset", "qwen3-4b", "--no-load-in-4bit"], card()).load_in_4bit is False
+
+
+@pytest.mark.parametrize(
+    ("words", "thinking"),
+    [
+        ([], None),
+        (["--enable-thinking"], True),
+        (["--no-enable-thinking"], False),
+        (["--no_enable_thinking", "--max-steps", "3"], False),
+        (["--enable-thinking", "False"], False),
+        (["--enable-thinking=True"], True),
+    ],
+)
+def test_thinking_has_three_states(words, thinking):
+    assert read_config(words, None).enable_thinking is thinking
+
+
+@pytest.mark.parametrize(
+    ("visible", "index"),
+    [(None, 0), ("1", 1), (" 1 ,0", 1), ("GPU-bbbb", 1), ("", None), ("-1", None), ("7", None), ("NoDevFiles", None)],
+)
+def test_visible_card_is_the_one_that_cuda_will_take(monkeypatch, visible, index):
+    """NVML's answers for two cards; the rest is ours."""
+    uuids = ["GPU-aaaa-1", "GPU-bbbb-2"]
+    answers = dict(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=lambda i: i,
+        nvmlDeviceGetUUID=lambda i: uuids[i],
+        nvmlDeviceGetName=lambda i: f"card {i}",
+        nvmlSystemGetDriverVersion=lambda: "580.65.06",
+        nvmlDeviceGetMemoryInfo=lambda i: type("Memory", (), {"total": 16 * 2**30}),
+        nvmlDeviceGetCudaComputeCapability=lambda i: [12, 0],
+    )
+    for name, answer in answers.items():
+        monkeypatch.setattr(pynvml, name, answer)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found, seen = find_gpu()
+    if index is None:
+        assert found is None and f"CUDA_VISIBLE_DEVICES is {visible!r}, the machine has 2" in seen
+    else:
+        assert found.uuid == uuids[index] and seen == f"card {index} with 16 GiB is visible"
+    monkeypatch.setenv("UNSLOTH_FORCE_CPU", "1")
+    assert find_gpu() == (None, "UNSLOTH_FORCE_CPU is 1")
+
+
+def test_a_card_that_is_lost_is_no_card(monkeypatch):
+    def lost(*arguments):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lost)
+    found, seen = find_gpu()
+    assert found is None and "gpu is lost" in seen

@@ -4,12 +4,16 @@ A random two-layer model with SmolLM2's tokenizer keeps a step under a second.
 """
 
 import dataclasses
+import os
 import re
 from types import SimpleNamespace
 
 import pytest
 
-from unsloth import FastLanguageModel  # isort: skip
+import train  # isort: skip
+
+os.environ.update({**train.ENVIRONMENT, **os.environ})  # before unsloth reads it
+from unsloth import FastLanguageModel  # noqa: E402  # isort: skip
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from trl import GRPOConfig, GRPOTrainer
@@ -18,6 +22,7 @@ import models
 import task
 from checks import Refused
 from data import drop_long_prompts, encode
+from progress import Progress
 from train import PRESETS, Config, grpo_arguments
 
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
@@ -42,20 +47,28 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def run(folder, tmp_path):
+def said():
+    """The lines that the run printed."""
+    return []
+
+
+@pytest.fixture
+def run(folder, tmp_path, said):
     """Train one step of a config; returns the trainer and the last logs."""
 
     def run(**changes):
-        c = dataclasses.replace(TINY, **changes)
+        config = dataclasses.replace(TINY, sample_steps=0, **changes)
         model, tokenizer = FastLanguageModel.from_pretrained(str(folder), load_in_4bit=False, dtype=DTYPE)
         model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False)
-        arguments = {**grpo_arguments(c, tmp_path, on_gpu=ON_GPU), "report_to": "none", "save_strategy": "no"}
+        arguments = {**grpo_arguments(config, tmp_path, on_gpu=ON_GPU), "report_to": "none", "save_strategy": "no"}
+        said.clear()
         trainer = GRPOTrainer(
             model=model,
             processing_class=tokenizer,
             reward_funcs=[length_reward],
             args=GRPOConfig(**arguments),
             train_dataset=task.make_dataset(8, max_operand=20),
+            callbacks=[Progress(config, ["length_reward"], SimpleNamespace(say=said.append), None, tmp_path)],
         )
         trainer.train()
         return trainer, trainer.state.log_history[0]
@@ -94,12 +107,18 @@ def test_epsilon_high_is_epsilon_where_it_is_not_given(run):
     assert (trainer.epsilon_low, trainer.epsilon_high) == (0.1, 0.1)
 
 
-def test_num_iterations(run):
+def test_num_iterations(run, said):
     trainer, _ = run(num_iterations=2, max_steps=4)
     assert trainer.num_iterations == 2
-    # two optimizer steps on each batch: the second has the same prompt tokens, and an old policy to compare with
-    steps = [logs for logs in trainer.state.log_history if "reward" in logs or "loss" in logs]
-    assert len(steps) == 4
+    # two optimizer steps on each batch: only the first of the two generates, and earns rewards
+    steps = [logs for logs in trainer.state.log_history if "loss" in logs]
+    assert ["reward" in logs for logs in steps] == [True, False, True, False]
+    assert [line.split("  ")[:2] for line in said] == [
+        ["step 1/4", "reward 0.500"],
+        ["step 2/4", "same completions once more"],
+        ["step 3/4", "reward 0.500"],
+        ["step 4/4", "same completions once more"],
+    ]
 
 
 def test_beta_brings_the_kl(run):
@@ -128,6 +147,26 @@ def test_enable_thinking_reaches_template_and_trainer(run, folder, thinking, exp
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompt = [{"role": "user", "content": "hi"}]
     assert tokenizer.decode(encode(tokenizer, prompt, trainer.chat_template_kwargs)) == expected
+
+
+def test_columns_that_a_reward_logs_do_not_disturb_the_samples(folder, tmp_path, monkeypatch):
+    """TRL writes what a reward hands to log_extra into the same table."""
+    tables, said = [], []
+    monkeypatch.setattr("mlflow.log_table", lambda table, name: tables.append((name, table)))
+
+    def noting_reward(completions, log_extra, **kwargs):
+        log_extra("note", ["a text"] * len(completions))
+        return length_reward(completions)
+
+    config = dataclasses.replace(TINY, sample_steps=1)
+    model, tokenizer = FastLanguageModel.from_pretrained(str(folder), load_in_4bit=False, dtype=DTYPE)
+    model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False)
+    arguments = {**grpo_arguments(config, tmp_path, on_gpu=ON_GPU), "report_to": "none", "save_strategy": "no"}
+    progress = Progress(config, ["noting_reward"], SimpleNamespace(say=said.append), None, tmp_path)
+    GRPOTrainer(model, noting_reward, GRPOConfig(**arguments), task.make_dataset(8, max_operand=20), None, tokenizer,
+                callbacks=[progress]).train()  # fmt: skip
+    assert tables[0][0] == "samples.json" and list(tables[0][1]["note"]) == ["a text"] * 2
+    assert [line.split("  ")[-1] for line in said if line.startswith("    ")] == ["noting 1", "noting 0"]
 
 
 def test_long_prompts_are_dropped_with_the_count_or_refused(folder):

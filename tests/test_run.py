@@ -1,14 +1,17 @@
 """Real runs of train.py on SmolLM2's real weights: what they print, what they leave, what the record holds."""
 
+import base64
 import hashlib
 import json
 import re
 import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from mlflow.tracking import MlflowClient
 
-from conftest import ROOT, SECRET, train
+from conftest import ROOT, SECRET, refused, train
 
 
 def find_run(store, experiment):
@@ -38,7 +41,7 @@ def test_screen_shows_one_line_a_step_and_no_chatter(small_run):
     assert re.fullmatch(rf"held-out, before: correctness {number}  format {number}  \(\d+ s\)", lines[-5])
     assert re.fullmatch(rf"held-out, after:  correctness {number}  format {number}  \(\d+ s\)", lines[-4])
     assert re.fullmatch(rf"peak memory {number} GiB of RAM \(no GPU, so no VRAM\)", lines[-3])
-    assert lines[-2] == f"adapter: {small_run.adapter_dir.resolve()}"
+    assert re.fullmatch(r"adapter: (.+) \(largest entry of B 0\.\d+\)", lines[-2])[1] == str(small_run.adapter_dir.resolve())
     assert lines[-1].startswith(f"curves: uv run mlflow ui --backend-store-uri {small_run.store}")
     assert len(lines) == len(steps) + 4 + 8 and small_run.done.stderr == ""
 
@@ -68,6 +71,7 @@ def test_record_holds_config_lock_and_machine(recorded):
         "fast_inference": "False",
         "driver": "none",
         "precision": "fp32",
+        "dropped_problems": "0",
         "model_requested": "smollm2-135m-instruct",
         "trainable_parameters": "4884480",
         "uv_lock": hashlib.sha256((ROOT / "uv.lock").read_bytes()).hexdigest()[:12],
@@ -96,7 +100,7 @@ def test_record_holds_every_step_and_both_evaluations(recorded):
     for name in ("correctness_reward", "format_reward", "correctness_reward/mean", "format_reward/mean", "seconds"):
         assert set(history(f"held_out/{name}")) == {0, 2}, name
     assert set(history("held_out/format_reward").values()) <= {0.0, 0.25, 0.5, 0.75, 1.0}
-    assert run.data.metrics["rss_peak_gib"] > 1
+    assert run.data.metrics["rss_peak_gib"] > 1 and run.data.metrics["adapter_largest_b"] > 1e-4
     assert any(name.startswith("system/") for name in run.data.metrics)
 
 
@@ -135,7 +139,10 @@ def test_adapter_changes_what_the_model_says(small_run):
     assert (tokenizer.eos_token, model.generation_config.eos_token_id) == ("<|im_end|>", tokenizer.eos_token_id)
     assert any(p.abs().max() > 0 for name, p in model.named_parameters() if "lora_B" in name)
     batch = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "Tell me about the sea."}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        [{"role": "user", "content": "Tell me about the sea."}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
     )
 
     def answer():
@@ -171,11 +178,46 @@ def test_credentials_stay_out_of_everything(own_task_run, tmp_path):
         assert SECRET not in text and "p%C3%A4ssword" not in text
 
 
-def test_a_server_that_is_down_is_refused_at_once(tmp_path):
-    done = train(cwd=tmp_path, MLFLOW_TRACKING_URI=f"http://somebody:{SECRET}@127.0.0.1:9")
+@pytest.fixture
+def guarded():
+    """A server that lets nobody in, and what it was shown."""
+    shown = []
+
+    class Guard(BaseHTTPRequestHandler):
+        def do_GET(self):
+            shown.append(self.headers.get("Authorization"))
+            self.send_error(401)
+
+        do_POST = do_GET
+
+        def log_message(self, *arguments):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Guard)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"127.0.0.1:{server.server_port}", shown
+    server.shutdown()
+
+
+def test_credentials_reach_the_server_and_no_message(guarded, tmp_path):
+    address, shown = guarded
+    message = refused(cwd=tmp_path, MLFLOW_TRACKING_URI=f"http://somebody:{SECRET}@{address}")
+    assert shown[0] == "Basic " + base64.b64encode(f"somebody:{SECRET}".encode()).decode()
+    assert f"MLFLOW_TRACKING_URI http://{address}: " in message and "401" in message and SECRET not in message
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        ("http://somebody:{}@127.0.0.1:9/mlflow", "http://127.0.0.1:9/mlflow"),
+        ("postgresql://somebody:{}@127.0.0.1:9/db", "postgresql://127.0.0.1:9/db"),
+    ],
+)
+def test_a_store_that_is_down_is_refused_in_seconds_without_its_password(uri, shown, tmp_path):
+    done = train(cwd=tmp_path, MLFLOW_TRACKING_URI=uri.format(SECRET))
     assert done.code == 2 and done.seconds < 15 and SECRET not in done.stdout + done.stderr
-    assert "MLFLOW_TRACKING_URI http://127.0.0.1:9: no MLflow server answers" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert len(done.stderr.splitlines()) == 1 and f"MLFLOW_TRACKING_URI {shown}: " in done.stderr
+    assert "uv run mlflow server" in done.stderr and not list(tmp_path.glob("outputs/*"))
 
 
 def test_a_failure_while_training_is_told_and_recorded(tmp_path):
@@ -187,11 +229,9 @@ def test_a_failure_while_training_is_told_and_recorded(tmp_path):
         "EXAMPLES = [{'completion': '', 'rewards': [0.0]}]\n"
         "REWARDS = [fragile_reward]\n"
     )
-    store = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    done = train("--task", "my_task.py", "--max-steps", 1, "--eval-problems", 0, "--max-completion-length", 4, cwd=tmp_path,
-                 MLFLOW_TRACKING_URI=store)  # fmt: skip
+    done = train("--task", "my_task.py", "--max-steps", 1, "--eval-problems", 0, "--max-completion-length", 4, cwd=tmp_path)
     assert done.code == 1 and "failed: ZeroDivisionError: division by zero" in done.stdout
     (log,) = tmp_path.glob("outputs/*/train.log")
     assert "Traceback" in log.read_text() and str(log.relative_to(tmp_path)) in done.stdout
-    _, run = find_run(store, "p7-grpo")
+    _, run = find_run(f"sqlite:///{tmp_path / 'mlflow.db'}", "p7-grpo")
     assert run.info.status == "FAILED"

@@ -8,12 +8,15 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import task
 
 CASES = json.loads((Path(__file__).parent / "reward_cases.json").read_text())
+
+settings.register_profile("unhurried", deadline=None)  # a busy machine is no bug
+settings.load_profile("unhurried")
 
 # Text made of the pieces that matter to the parser, and of anything else.
 PIECES = st.sampled_from(

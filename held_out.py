@@ -8,7 +8,7 @@ from checks import call_reward
 from data import encode
 
 
-def evaluate(c, task, model, tokenizer, problems, adapter_dir=None) -> tuple[dict[str, float], list[str]]:
+def evaluate(config, task, model, tokenizer, problems, adapter_dir=None) -> tuple[dict[str, float], list[str]]:
     """Answer `problems` (a Dataset with a column `prompt`); returns scores and answers.
 
     With `adapter_dir`, the adapter saved there is read from disk and used; without, the model answers as it stands,
@@ -17,9 +17,9 @@ def evaluate(c, task, model, tokenizer, problems, adapter_dir=None) -> tuple[dic
     the `seconds` it took.
     """
     start = time.perf_counter()
-    prompts = [encode(tokenizer, prompt, c.chat_template_kwargs) for prompt in problems["prompt"]]
-    generate = answer_with_vllm if c.fast_inference else answer_with_transformers
-    texts = generate(c, model, tokenizer, prompts, adapter_dir)
+    prompts = [encode(tokenizer, prompt, config.chat_template_kwargs) for prompt in problems["prompt"]]
+    generate = answer_with_vllm if config.fast_inference else answer_with_transformers
+    texts = generate(config, model, tokenizer, prompts, adapter_dir)
     columns = {name: problems[name][:] for name in problems.column_names if name != "prompt"}
     scores = {}
     for reward in task.REWARDS:
@@ -30,30 +30,37 @@ def evaluate(c, task, model, tokenizer, problems, adapter_dir=None) -> tuple[dic
     return scores, texts
 
 
-def answer_with_vllm(c, model, tokenizer, prompts, adapter_dir) -> list[str]:
+def answer_with_vllm(config, model, tokenizer, prompts, adapter_dir) -> list[str]:
     """Greedy answers from the engine in this process."""
     from vllm import SamplingParams
 
     outputs = model.fast_generate(
         [{"prompt_token_ids": prompt} for prompt in prompts],
-        SamplingParams(temperature=0.0, max_tokens=c.max_completion_length),
+        SamplingParams(temperature=0.0, max_tokens=config.max_completion_length),
         lora_request=model.load_lora(str(adapter_dir)) if adapter_dir else None,
         use_tqdm=False,
     )
     return [output.outputs[0].text for output in outputs]
 
 
-def answer_with_transformers(c, model, tokenizer, prompts, adapter_dir) -> list[str]:
+def answer_with_transformers(config, model, tokenizer, prompts, adapter_dir) -> list[str]:
     """Greedy answers from generate(), 64 problems at a time, padded on the left."""
     if adapter_dir:
-        model.load_adapter(adapter_dir, adapter_name="saved")
+        model.load_adapter(str(adapter_dir), adapter_name="saved")
         model.set_adapter("saved")
+        model.delete_adapter("default")  # what answers now can only be what was read
     model.for_inference()
     texts = []
     for i in range(0, len(prompts), 64):
         batch = tokenizer.pad({"input_ids": prompts[i : i + 64]}, padding_side="left", return_tensors="pt").to(model.device)
         with torch.inference_mode():
-            tokens = model.generate(**batch, max_new_tokens=c.max_completion_length, do_sample=False)
+            tokens = model.generate(**batch, max_new_tokens=config.max_completion_length, do_sample=False)
         texts += tokenizer.batch_decode(tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     model.for_training()
     return texts
+
+
+def in_words(scores: dict[str, float]) -> str:
+    """The scores of one evaluation on one line; a share is of the problems whose reward is above 0."""
+    shares = [f"{name.removesuffix('_reward')} {v:.3f}" for name, v in scores.items() if "/" not in name and name != "seconds"]
+    return "  ".join([*shares, f"({scores['seconds']:.0f} s)"])
