@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import math
 import numbers
+import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -35,6 +36,8 @@ def check_config(config, gpu) -> None:
     for name in ("top_p", "gpu_memory_utilization"):
         if getattr(config, name) is not None and not 0 < getattr(config, name) <= 1:
             raise Refused(f"{flag(name)} {getattr(config, name)}: a share, above 0 and at most 1")
+    if Path(config.run_name).name != config.run_name:
+        raise Refused(f"--run-name {config.run_name!r}: it becomes the name of one folder, so it is not empty and has no slash")
     check_batch(config)
     if config.lora_r > 512:
         raise Refused(f"--lora-r {config.lora_r}: adapters of rank 512 are the largest that vLLM serves")
@@ -54,6 +57,8 @@ def check_config(config, gpu) -> None:
                 f"--preset {config.preset} generates with vLLM (--fast-inference), which needs a CUDA GPU; none is visible. "
                 "Without one: --preset smollm2; or --no-fast-inference, if you can wait for a CPU"
             )
+        if "8bit" in config.optim:
+            raise Refused(f"--optim {config.optim}: its kernels need a GPU; --optim adamw_torch_fused is the one for a CPU")
         if config.vram_limit_gib:
             raise Refused(f"--vram-limit-gib {config.vram_limit_gib:g}: there is no GPU to limit; leave it away")
     else:
@@ -94,13 +99,18 @@ def check_gpu(config, gpu) -> None:
 
 
 def check_output_dir(path: Path) -> None:
-    """Refuse an output folder that cannot be made or written."""
+    """Refuse an output folder that cannot be made or written, or has less than 0.5 GB for checkpoints and the adapter."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path) as probe:
             probe.write(b"x" * 4096)
     except OSError as error:
         raise Refused(f"--output-dir {path}: {error.strerror}; give a folder that can be written") from None
+    free = shutil.disk_usage(path).free
+    if free < 0.5e9:
+        raise Refused(
+            f"--output-dir {path}: {free / 1e9:.2f} GB free, and checkpoints and adapter want 0.5; give another folder"
+        )
 
 
 def load_task(path: str):
@@ -114,7 +124,7 @@ def load_task(path: str):
     sys.path.append(str(file.resolve().parent))  # so that a task can import its neighbours
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise Refused(f"--task {path}: running it raised {type(error).__name__}: {one_line(error)}") from error
     missing = [name for name in ("make_dataset", "REWARDS", "EXAMPLES") if not hasattr(module, name)]
     if missing:
@@ -122,10 +132,10 @@ def load_task(path: str):
     return module
 
 
-def check_rewards(task, path, prompt) -> None:
+def check_rewards(task, path, train_set) -> None:
     """Run the rewards on the task's own examples, as TRL would call them, and refuse what TRL would trip over.
 
-    `prompt` is one of the data set's, for examples that bring none: chat messages or a string, and so the completions.
+    An example that brings no prompt gets the data set's first, and with it the form of its completions: chat or text.
 
     TRL accepts a None or NaN as "does not apply" and fails far from the function on a wrong length or type: here each
     reward must be a plain finite number and equal to the example's.
@@ -141,14 +151,17 @@ def check_rewards(task, path, prompt) -> None:
     for example in examples:
         if not isinstance(example, dict) or not isinstance(example.get("completion"), str) or "rewards" not in example:
             raise Refused(f"--task {path}: example {short(example)} must be a dict with `completion` (text) and `rewards`")
-        if len(example["rewards"]) != len(rewards):
-            raise Refused(f"--task {path}: example {short(example)} has rewards for {len(example['rewards'])} of {names}")
+        wanted = example["rewards"]
+        if not isinstance(wanted, (list, tuple)) or len(wanted) != len(rewards) or not all(map(is_finite, wanted)):
+            raise Refused(f"--task {path}: example {short(example)} must give `rewards` as a list of {len(rewards)}: {names}")
     columns = [key for key in examples[0] if key not in ("prompt", "completion", "rewards")]
+    if lacking := set(columns) - set(train_set.column_names):
+        raise Refused(f"--task {path}: the examples have {sorted(lacking)}, which the data set lacks: {train_set.column_names}")
     try:
         inputs = {key: [example[key] for example in examples] for key in columns}
     except KeyError as error:
         raise Refused(f"--task {path}: an example lacks the column {error} that the first one has") from None
-    prompts = [example.get("prompt", prompt) for example in examples]
+    prompts = [example.get("prompt", train_set[0]["prompt"]) for example in examples]
     for i, reward in enumerate(rewards):
         try:
             got = call_reward(reward, prompts, [example["completion"] for example in examples], inputs)
@@ -182,17 +195,25 @@ def call_reward(reward, prompts, texts, columns) -> list[float]:
         got = reward(**arguments)
         if inspect.isawaitable(got):
             got = asyncio.run(await_it(got))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise Refused(f"{name} raised {type(error).__name__}: {one_line(error)}") from error
     if not isinstance(got, list):
         raise Refused(f"{name} returned {short(got)}, a {type(got).__name__}; it must be a list of floats")
     if len(got) != n:
         raise Refused(f"{name} returned {len(got)} values for {n} completions: {short(got)}; it must be one each")
     for value in got:
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        if not is_finite(value):
             kind = type(value).__name__
             raise Refused(f"{name} returned {short(value)} ({kind}) among its values; each must be a finite number")
     return got
+
+
+def is_finite(value) -> bool:
+    """Whether a value is one plain number that a float can hold."""
+    try:
+        return isinstance(value, numbers.Real) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 async def await_it(awaitable):

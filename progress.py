@@ -38,8 +38,8 @@ class Progress(TrainerCallback):
         seconds, last = self.seconds[-1], self.config.max_steps
         parts = [f"step {step:{len(str(last))}}/{last}"]
         if "reward" in logs:
-            parts.append(f"reward {logs['reward']:.3f}")
-            parts += [f"{name.removesuffix('_reward')} {logs[f'rewards/{name}/mean']:.3f}" for name in self.reward_names]
+            parts.append(f"reward {number(logs['reward'])}")
+            parts += [f"{name.removesuffix('_reward')} {number(logs[f'rewards/{name}/mean'])}" for name in self.reward_names]
         else:  # with num_iterations above 1, the steps between two generations
             parts.append("same completions once more")
         if "kl" in logs and self.config.beta:
@@ -60,8 +60,13 @@ class Progress(TrainerCallback):
         mlflow.log_table(table, "samples.json")
         ranked = table.sort_values("advantage", ascending=False)
         for _, row in ranked.iloc[[0, -1]].iterrows():
-            rewards = "  ".join(f"{name.removesuffix('_reward')} {row[name]:g}" for name in self.reward_names)
+            rewards = "  ".join(f"{name.removesuffix('_reward')} {number(row[name], 'g')}" for name in self.reward_names)
             self.console.say(f"    {row['prompt']!r} -> {row['completion'][-300:]!r}  {rewards}")
+
+
+def number(value, form: str = ".3f") -> str:
+    """A reward as text; TRL takes None for "does not apply", and has None as the mean where it applies nowhere."""
+    return "none" if value is None else format(value, form)
 
 
 def last_message(messages) -> str:

@@ -6,6 +6,7 @@ import importlib.metadata
 import logging
 import os
 import platform
+import re
 import subprocess
 import urllib.parse
 from pathlib import Path
@@ -24,6 +25,8 @@ def connect(project: Path, experiment: str) -> str:
     """
     own = f"sqlite:///{project / 'mlflow.db'}"
     uri, shown = hide_credentials(os.environ.get("MLFLOW_TRACKING_URI") or own)
+    if ":" in uri and not re.match(r"[a-z+0-9]+:/|file:|databricks", uri):
+        raise Refused(f"MLFLOW_TRACKING_URI {shown}: no scheme; http://{shown} for a server, sqlite:///{shown}.db for a file")
     for variable in ("MLFLOW_RUN_ID", "MLFLOW_NESTED_RUN", "MLFLOW_EXPERIMENT_ID"):
         os.environ.pop(variable, None)
     # The trainer's callback would add 220 arguments under names that clash with ours; ours are the whole config.

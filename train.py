@@ -128,7 +128,7 @@ class Config:
     warmup_steps: float = 0.1
     """Steps, or a share of all steps where below 1."""
     optim: Literal["adamw_8bit", "paged_adamw_8bit", "adamw_torch", "adamw_torch_fused", "adafactor", "sgd"] = "adamw_8bit"
-    """transformers' name of the optimizer (adamw_8bit needs a GPU; on a CPU, Unsloth takes adamw_torch_fused)."""
+    """transformers' name of the optimizer (those with 8bit need a GPU)."""
     weight_decay: float = 0.001
     """Pulls the adapter's matrices to 0, so the model to its base."""
     max_grad_norm: float = 1.0
@@ -233,7 +233,7 @@ def main() -> None:
     held_out = None
     if config.eval_problems:
         held_out = build_dataset(task, config.task, config.eval_problems, config.seed, "held-out", options, presets)
-    checks.check_rewards(task, config.task, train_set[0]["prompt"])
+    checks.check_rewards(task, config.task, train_set)
 
     # record: one MLflow run holds all that follows, also how it went wrong
     store = record.connect(PROJECT, config.experiment)

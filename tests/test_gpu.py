@@ -26,7 +26,7 @@ def test_vllm_samples_from_the_updated_adapter(tmp_path):
     """The engine's log-probs agree with the trainer's policy to the last step, while the policy leaves the base model."""
     store = f"sqlite:///{tmp_path / 'mlflow.db'}"
     command = [sys.executable, str(ROOT / "train.py"), "--preset", "smollm2", "--beta", "0.02",
-               "--vllm-importance-sampling-correction", "--vram-limit-gib", "8"]  # fmt: skip
+               "--vllm-importance-sampling-correction", "--vram-limit-gib", "10"]  # fmt: skip
     with open(tmp_path / "screen", "w") as screen:
         env = {**os.environ, "MLFLOW_TRACKING_URI": store}
         done = subprocess.run(command, cwd=tmp_path, stdout=screen, stderr=screen, env=env)
@@ -47,6 +47,6 @@ def test_vllm_samples_from_the_updated_adapter(tmp_path):
     metrics, params = run.data.metrics, run.data.params
     accuracy = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "held_out/correctness_reward")}
     assert accuracy[30] > accuracy[0] + 0.1 and metrics["adapter_largest_b"] > 1e-4
-    assert metrics["vram_peak_gib"] <= metrics["vram_peak_reserved_gib"] < min(8, metrics["vram_peak_nvml_gib"])
+    assert metrics["vram_peak_gib"] <= metrics["vram_peak_reserved_gib"] < min(10, metrics["vram_peak_nvml_gib"])
     assert int(params["vllm.kv_cache_tokens"]) > 8 * 148 and params["vllm.max_num_seqs"] == "16"
     assert run.info.status == "FINISHED"

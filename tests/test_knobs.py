@@ -169,6 +169,14 @@ def test_columns_that_a_reward_logs_do_not_disturb_the_samples(folder, tmp_path,
     assert [line.split("  ")[-1] for line in said if line.startswith("    ")] == ["noting 1", "noting 0"]
 
 
+def test_a_reward_that_does_not_apply_is_no_error(tmp_path):
+    """TRL takes None from a reward, and then logs None as its mean."""
+    progress = Progress(TINY, ["some_reward"], SimpleNamespace(say=print), None, tmp_path)
+    progress.seconds = [1.0]
+    logs = {"loss": 0.0, "reward": None, "rewards/some_reward/mean": None, "completions/mean_length": 3.0}
+    assert progress.line(1, logs).startswith("step 1/1  reward none  some none  6 tok/s  1.0 s  ")
+
+
 def test_long_prompts_are_dropped_with_the_count_or_refused(folder):
     said = []
     tokenizer, console = AutoTokenizer.from_pretrained(folder), SimpleNamespace(say=said.append)

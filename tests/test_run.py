@@ -220,6 +220,11 @@ def test_a_store_that_is_down_is_refused_in_seconds_without_its_password(uri, sh
     assert "uv run mlflow server" in done.stderr and not list(tmp_path.glob("outputs/*"))
 
 
+def test_a_store_without_a_scheme_is_refused(tmp_path):
+    message = refused(cwd=tmp_path, MLFLOW_TRACKING_URI="127.0.0.1:5000")
+    assert "MLFLOW_TRACKING_URI 127.0.0.1:5000: no scheme; http://127.0.0.1:5000 for a server" in message
+
+
 def test_a_failure_while_training_is_told_and_recorded(tmp_path):
     """A reward that breaks only once training has begun: exit code 1, the cause on the screen, the run FAILED."""
     (tmp_path / "my_task.py").write_text(
