@@ -8,6 +8,7 @@ import numbers
 import shutil
 import sys
 import tempfile
+import types
 from pathlib import Path
 
 # The locked torch and vLLM are built for CUDA 13: https://docs.nvidia.com/cuda/cuda-toolkit-release-notes
@@ -135,7 +136,8 @@ def load_task(path: str):
 def check_rewards(task, path, train_set) -> None:
     """Run the rewards on the task's own examples, as TRL would call them, and refuse what TRL would trip over.
 
-    An example that brings no prompt gets the data set's first, and with it the form of its completions: chat or text.
+    An example that brings no prompt gets the data set's first, and with it the form of its completions: chat or text. Its
+    token ids are zeros, one a word: there is no tokenizer yet.
 
     TRL accepts a None or NaN as "does not apply" and fails far from the function on a wrong length or type: here each
     reward must be a plain finite number and equal to the example's.
@@ -164,7 +166,8 @@ def check_rewards(task, path, train_set) -> None:
     prompts = [example.get("prompt", train_set[0]["prompt"]) for example in examples]
     for i, reward in enumerate(rewards):
         try:
-            got = call_reward(reward, prompts, [example["completion"] for example in examples], inputs)
+            texts = [example["completion"] for example in examples]
+            got = call_reward(reward, prompts, texts, [[0] * len(text.split()) for text in texts], inputs)
         except Refused as refusal:
             raise Refused(f"--task {path}, on its own examples: {refusal}") from refusal
         for example, value in zip(examples, got):
@@ -175,18 +178,19 @@ def check_rewards(task, path, train_set) -> None:
                 )
 
 
-def call_reward(reward, prompts, texts, columns) -> list[float]:
+def call_reward(reward, prompts, texts, token_ids, columns) -> list[float]:
     """The reward's values for completions `texts`, called as TRL calls it; refuses what is not one finite number each.
 
-    `columns` are the data set's other columns. Completions are chat messages where the prompts are.
+    `token_ids` are the completions' (lists of int), `columns` the data set's other columns. Completions are chat messages
+    where the prompts are.
     """
     name, n = reward.__name__, len(texts)
     chat = [not isinstance(prompt, str) for prompt in prompts]
     arguments = {
         "prompts": prompts,
         "completions": [[{"role": "assistant", "content": t}] if c else t for t, c in zip(texts, chat)],
-        "completion_ids": [[0]] * n,
-        "trainer_state": None,
+        "completion_ids": token_ids,
+        "trainer_state": types.SimpleNamespace(global_step=0, max_steps=0, epoch=0.0),
         "log_extra": lambda column, values: None,
         "log_metric": lambda metric, value: None,
         **columns,

@@ -13,7 +13,7 @@ class Console:
 
     def __init__(self, log: Path):
         self.kept = os.dup(1), os.dup(2)
-        self.screen = os.fdopen(os.dup(1), "w", buffering=1)
+        self.screen = os.fdopen(os.dup(1), "w", buffering=1, errors="backslashreplace")
         sys.stdout.reconfigure(line_buffering=True)
         with open(log, "a") as file:
             os.dup2(file.fileno(), 1)

@@ -4,24 +4,32 @@ import inspect
 
 from checks import Refused, flag, one_line, short
 
+# fields of the config that are handed on to make_dataset
+OPTIONS = ("max_operand", "worked_examples", "system")
 
-def build_dataset(task, path, n, seed, split, options, presets):
-    """The task's data set, with its shape checked.
 
-    `options` are more keyword arguments for its make_dataset. One that it does not take is left out where it is None or
-    the preset's own (`presets`), and refused where it was asked for.
+def build_dataset(task, config, preset, n: int, split: str):
+    """The task's data set of n problems, with its shape checked.
+
+    The config's OPTIONS go to make_dataset as keyword arguments. One that it does not take is left out where it is None
+    or the preset's own value, and refused where it was asked for.
     """
+    path = config.task
     if not callable(task.make_dataset):
         raise Refused(f"--task {path}: make_dataset is {short(task.make_dataset)}; it must be a function")
     accepted = inspect.signature(task.make_dataset).parameters
-    for name, value in options.items():
-        if name not in accepted and value not in (None, presets[name]):
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    options = {}
+    for name in OPTIONS:
+        value = getattr(config, name)
+        if value is not None and (takes_all or name in accepted):
+            options[name] = value
+        elif value not in (None, getattr(preset, name)):
             raise Refused(f"{flag(name)} {value}: make_dataset in {path} takes no {name}, only {', '.join(accepted)}")
-    options = {k: v for k, v in options.items() if v is not None and k in accepted}
     try:
-        dataset = task.make_dataset(n, seed=seed, split=split, **options)
+        dataset = task.make_dataset(n, seed=config.seed, split=split, **options)
     except (Exception, SystemExit) as error:
-        raise Refused(f"--task {path}: make_dataset({n}, seed={seed}, split={split!r}) raised "
+        raise Refused(f"--task {path}: make_dataset({n}, seed={config.seed}, split={split!r}) raised "
                       f"{type(error).__name__}: {one_line(error)}") from error  # fmt: skip
     if "prompt" not in getattr(dataset, "column_names", ()):
         raise Refused(f"--task {path}: make_dataset returned {short(dataset)}, not a datasets.Dataset with a column prompt")

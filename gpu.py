@@ -6,11 +6,12 @@ Memory is in GiB (2**30 bytes) everywhere. On a machine without an NVIDIA driver
 import dataclasses
 import math
 import os
+import sys
 import threading
 
 import pynvml
 
-from checks import Refused
+from checks import Refused, flag
 
 GIB = 2**30
 
@@ -27,7 +28,7 @@ class Gpu:
     compute_capability: tuple[int, int]
 
     def used_gib(self) -> float:
-        """Memory in use on the whole card, by every process, the driver's own reserve left out."""
+        """Memory in use on the whole card, by every process, without the driver's reserve."""
         handle = pynvml.nvmlDeviceGetHandleByUUID(self.uuid)
         return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used / GIB
 
@@ -135,9 +136,10 @@ def vllm_arguments(config, model: str, gpu: Gpu, room_gib: float, free_gib: floa
     else:
         wanted = engine_gib(model, config.load_in_4bit, config.lora_r, config.kv_cache_gib)
     if wanted + 2.5 > room_gib:
+        knob = "gpu_memory_utilization" if config.gpu_memory_utilization else "kv_cache_gib"
         raise Refused(
-            f"vLLM takes {wanted:.1f} GiB and training 2.5, but {room_gib:.1f} are there: a smaller --kv-cache-gib (now "
-            f"{config.kv_cache_gib:g}), --load-in-4bit, a smaller --model, or --no-fast-inference"
+            f"vLLM takes {wanted:.1f} GiB and training 2.5, but {room_gib:.1f} are there: a smaller {flag(knob)} (now "
+            f"{getattr(config, knob):g}), --load-in-4bit, a smaller --model, or --no-fast-inference"
         )
     return {
         "fast_inference": True,
@@ -145,3 +147,10 @@ def vllm_arguments(config, model: str, gpu: Gpu, room_gib: float, free_gib: floa
         "gpu_memory_utilization": wanted / free_gib,
         "max_num_seqs": max(16, config.effective_batch),
     }
+
+
+def leave_process_group() -> None:
+    """End the process group that vLLM opens, on which torch would otherwise comment at exit."""
+    torch = sys.modules.get("torch")
+    if torch and torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -19,19 +19,20 @@ def evaluate(config, task, model, tokenizer, problems, adapter_dir=None) -> tupl
     start = time.perf_counter()
     prompts = [encode(tokenizer, prompt, config.chat_template_kwargs) for prompt in problems["prompt"]]
     generate = answer_with_vllm if config.fast_inference else answer_with_transformers
-    texts = generate(config, model, tokenizer, prompts, adapter_dir)
+    token_ids = generate(config, model, tokenizer, prompts, adapter_dir)
+    texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
     columns = {name: problems[name][:] for name in problems.column_names if name != "prompt"}
     scores = {}
     for reward in task.REWARDS:
-        values = call_reward(reward, problems["prompt"][:], texts, columns)
+        values = call_reward(reward, problems["prompt"][:], texts, token_ids, columns)
         scores[reward.__name__] = sum(value > 0 for value in values) / len(values)
         scores[f"{reward.__name__}/mean"] = sum(values) / len(values)
     scores["seconds"] = time.perf_counter() - start
     return scores, texts
 
 
-def answer_with_vllm(config, model, tokenizer, prompts, adapter_dir) -> list[str]:
-    """Greedy answers from the engine in this process."""
+def answer_with_vllm(config, model, tokenizer, prompts, adapter_dir) -> list[list[int]]:
+    """Token ids of greedy answers, from the engine in this process."""
     from vllm import SamplingParams
 
     outputs = model.fast_generate(
@@ -40,24 +41,26 @@ def answer_with_vllm(config, model, tokenizer, prompts, adapter_dir) -> list[str
         lora_request=model.load_lora(str(adapter_dir)) if adapter_dir else None,
         use_tqdm=False,
     )
-    return [output.outputs[0].text for output in outputs]
+    return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def answer_with_transformers(config, model, tokenizer, prompts, adapter_dir) -> list[str]:
-    """Greedy answers from generate(), 64 problems at a time, padded on the left."""
+def answer_with_transformers(config, model, tokenizer, prompts, adapter_dir) -> list[list[int]]:
+    """Token ids of greedy answers, from generate(), 64 problems at a time, padded on the left."""
     if adapter_dir:
         model.load_adapter(str(adapter_dir), adapter_name="saved")
         model.set_adapter("saved")
         model.delete_adapter("default")  # what answers now can only be what was read
     model.for_inference()
-    texts = []
+    answers = []
     for i in range(0, len(prompts), 64):
         batch = tokenizer.pad({"input_ids": prompts[i : i + 64]}, padding_side="left", return_tensors="pt").to(model.device)
         with torch.inference_mode():
             tokens = model.generate(**batch, max_new_tokens=config.max_completion_length, do_sample=False)
-        texts += tokenizer.batch_decode(tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+        for row in tokens[:, batch["input_ids"].shape[1] :].tolist():
+            end = row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else len(row)
+            answers.append(row[:end])  # without the padding after the end
     model.for_training()
-    return texts
+    return answers
 
 
 def in_words(scores: dict[str, float]) -> str:

@@ -63,17 +63,18 @@ def hide_credentials(uri: str) -> tuple[str, str]:
 
     For a server both move to the variables that MLflow's client reads them from, so that its own messages are clean too.
     """
-    parts = urllib.parse.urlsplit(uri)
-    if "@" not in parts.netloc:
+    if uri.startswith(("sqlite:", "file:")):
         return uri, uri
-    shown = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-    if parts.scheme not in ("http", "https"):
+    shown = re.sub(r"^([a-z0-9+]+://)?.*@", r"\1", uri)
+    shown = re.sub(r"(password|passwd|pwd|token)=[^&]*", r"\1=***", shown, flags=re.IGNORECASE)
+    parts = urllib.parse.urlsplit(uri)
+    if parts.scheme not in ("http", "https") or "@" not in parts.netloc:
         return uri, shown
     for variable, value in (("MLFLOW_TRACKING_USERNAME", parts.username), ("MLFLOW_TRACKING_PASSWORD", parts.password)):
         if value:
             os.environ[variable] = urllib.parse.unquote(value)
-    os.environ["MLFLOW_TRACKING_URI"] = shown
-    return shown, shown
+    os.environ["MLFLOW_TRACKING_URI"] = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+    return os.environ["MLFLOW_TRACKING_URI"], shown
 
 
 def start(config, gpu, project: Path, run_dir: Path) -> str:
@@ -201,13 +202,16 @@ def adapter(folder: Path) -> str:
     return f"adapter: {folder.resolve()} ({learned})"
 
 
-def end(status: str) -> None:
+def end(status: str, console) -> None:
     """Close the run as FINISHED, FAILED or KILLED, once everything that was logged in the background has arrived."""
     import mlflow
 
-    if mlflow.active_run():
-        mlflow.flush_async_logging()
-        mlflow.end_run(status)
+    try:
+        if mlflow.active_run():
+            mlflow.flush_async_logging()
+            mlflow.end_run(status)
+    except Exception as error:  # what has been trained is on disk, whatever the store does
+        console.say(f"the record could not be closed as {status}: {one_line(error)}")
 
 
 def how_to_open(store: str, project: Path) -> str:

@@ -1,6 +1,6 @@
 """GRPO on the card you have: load a model, attach a LoRA, let it answer in groups, and record how it learns.
 
-    uv run python train.py                       no GPU: SmolLM2-135M's real weights learn to add, in about 5 minutes
+    uv run python train.py                       no GPU: SmolLM2-135M's real weights learn to add, in 4 to 5 minutes
                                                  a CUDA GPU: Qwen3-4B in 4-bit, vLLM in the same process
     uv run python train.py --preset smollm2      the small model, also on a GPU
     uv run python train.py --task my_task.py     your own data set and rewards (the file is run as code)
@@ -23,7 +23,7 @@ import models
 import record
 from console import Console
 from data import build_dataset, drop_long_prompts
-from gpu import PeakMemory, find_gpu, make_room, vllm_arguments
+from gpu import PeakMemory, find_gpu, leave_process_group, make_room, vllm_arguments
 
 PROJECT = Path(__file__).resolve().parent
 
@@ -34,9 +34,6 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "UNSLOTH_COMPILE_LOCATION": str(models.cache_folder() / "unsloth_compiled"),
 }
-
-# handed on to the task's make_dataset
-TASK_OPTIONS = ("max_operand", "worked_examples", "system")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +49,7 @@ class Config:
     train_problems: int = 512
     """Problems to draw training prompts from."""
     eval_problems: int = 64
-    """Held-out problems, answered greedily before the first step and after the last; 0 leaves both out."""
+    """Held-out problems, answered greedily before the first step and after the last; 0 skips both."""
     max_operand: int | None = None
     """Handed to the task's make_dataset: the largest number to add (None: the task's own, 999)."""
     worked_examples: int | None = None
@@ -78,7 +75,7 @@ class Config:
     fast_inference: bool = True
     """Generate with vLLM, in this process. smollm2 does so wherever a GPU is visible."""
     max_prompt_length: int = 256
-    """Tokens. Problems with longer prompts are left out of the data set, with a word about how many."""
+    """Tokens. Problems with longer prompts are left out of the data set, and the count is printed."""
     max_completion_length: int = 768
     """Tokens. The longest answer: memory and time grow with it."""
     temperature: float = 1.0
@@ -228,11 +225,9 @@ def main() -> None:
 
     # data: prompts for training, problems that training never sees, and rewards that pass their own examples
     task = checks.load_task(config.task)
-    options, presets = ({name: getattr(x, name) for name in TASK_OPTIONS} for x in (config, PRESETS[config.preset]))
-    train_set = build_dataset(task, config.task, config.train_problems, config.seed, "train", options, presets)
-    held_out = None
-    if config.eval_problems:
-        held_out = build_dataset(task, config.task, config.eval_problems, config.seed, "held-out", options, presets)
+    preset = PRESETS[config.preset]
+    train_set = build_dataset(task, config, preset, config.train_problems, "train")
+    held_out = build_dataset(task, config, preset, config.eval_problems, "held-out") if config.eval_problems else None
     checks.check_rewards(task, config.task, train_set)
 
     # record: one MLflow run holds all that follows, also how it went wrong
@@ -256,7 +251,8 @@ def main() -> None:
             console.say(f"the whole story: {run_dir / 'train.log'}")
             sys.exit(1)
         finally:
-            record.end(status)
+            record.end(status, console)
+            leave_process_group()
         console.say(f"curves: {record.how_to_open(store, PROJECT)}, experiment {config.experiment}, run {run_id}")
 
 
@@ -343,14 +339,13 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
         console.say(f"held-out, after:  {in_words(after)}")
     console.say(record.memory(peak))
     console.say(saved)
-    if torch.distributed.is_initialized():  # vLLM's
-        torch.distributed.destroy_process_group()
 
 
 def grpo_arguments(config: Config, run_dir: Path, on_gpu: bool) -> dict:
     """TRL's arguments, every one that matters: Unsloth's defaults differ from TRL's, and on a GPU from those on a CPU.
 
-    Unsloth's mini batch is given too, since by itself it would be taken from the whole card's free memory.
+    Unsloth's mini batch is a number of passes, and by itself follows from the whole card's free memory: one completion in
+    a pass keeps memory where it is when the batch grows.
     """
     return dict(
         output_dir=str(run_dir),
@@ -397,7 +392,7 @@ def grpo_arguments(config: Config, run_dir: Path, on_gpu: bool) -> dict:
         log_completions=True,
         num_completions_to_print=1,
         disable_tqdm=True,
-        **({"unsloth_grpo_mini_batch": config.per_device_train_batch_size} if on_gpu else {}),
+        **({"unsloth_grpo_mini_batch": config.effective_batch} if on_gpu else {}),
     )
 
 

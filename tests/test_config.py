@@ -133,8 +133,25 @@ def test_task_is_refused_with_the_name_and_the_value(code, words, tmp_path):
 def test_an_option_that_the_task_does_not_take_is_refused(tmp_path):
     (tmp_path / "my_task.py").write_text(TASK + "def make_dataset(n, seed, split): raise RuntimeError('reached')")
     assert "--worked-examples 3" in refused("--task", "my_task.py", "--worked-examples", "3", cwd=tmp_path)
+    (tmp_path / "my_task.py").write_text(TASK + "def make_dataset(n, seed, split, **more): raise RuntimeError(more)")
+    assert "{'max_operand': 20, 'worked_examples': 3" in refused("--task", "my_task.py", "--worked-examples", "3", cwd=tmp_path)
+    (tmp_path / "my_task.py").write_text(TASK + "def make_dataset(n, seed, split): raise RuntimeError('reached')")
     # the preset's own options are no request of the user's
     assert "RuntimeError: reached" in refused("--task", "my_task.py", cwd=tmp_path)
+
+
+def test_a_reward_gets_what_trl_hands_over(tmp_path):
+    code = """
+def good(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, target, **kwargs):
+    assert trainer_state.global_step == 0 and len(completion_ids) == len(completions) == len(target)
+    log_extra("column", completions)
+    log_metric("metric", 1.0)
+    return [7.0] * len(completions)
+EXAMPLES = [{"completion": "42", "target": 42, "rewards": [1.0]}]
+REWARDS = [good]
+"""
+    (tmp_path / "my_task.py").write_text(textwrap.dedent(TASK) + code)
+    assert "good gives 7.0 for '42', and its example says 1.0" in refused("--task", "my_task.py", cwd=tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["numpy.float32([1.0, 0.0])", "[True, False]", "[1, 0]"])
@@ -224,6 +241,9 @@ def test_share_is_of_what_is_free_and_leaves_room_for_training(qwen3_4b):
     given = dataclasses.replace(limited, gpu_memory_utilization=0.4)
     arguments = vllm_arguments(given, qwen3_4b, card(total_gib=139.8), room_gib=13.9, free_gib=139.1)
     assert arguments["gpu_memory_utilization"] == pytest.approx(0.4 * 15 / 139.1)
+    with pytest.raises(Refused, match=r"a smaller --gpu-memory-utilization \(now 0.9\)"):
+        greedy = dataclasses.replace(config, gpu_memory_utilization=0.9)
+        vllm_arguments(greedy, qwen3_4b, card(), room_gib=15.2, free_gib=15.2)
     with pytest.raises(Refused, match=r"vLLM takes 5\.\d GiB and training 2\.5, but 7\.5 are there: a smaller --kv-cache-gib"):
         vllm_arguments(config, qwen3_4b, card(), room_gib=7.5, free_gib=7.5)
 

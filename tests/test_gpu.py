@@ -9,6 +9,7 @@ import pytest
 from mlflow.tracking import MlflowClient
 
 from conftest import ROOT
+from gpu import find_gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -22,6 +23,14 @@ def test_unsloth_names_its_own_copies():
     assert get_model_name("unsloth/Qwen3-4B", load_in_4bit=False) == "unsloth/Qwen3-4B"
 
 
+@pytest.fixture
+def empty_card():
+    """vLLM takes what other processes allocate while it starts for its own."""
+    if find_gpu()[0].used_gib() > 1:
+        pytest.skip("other processes use the card")
+
+
+@pytest.mark.usefixtures("empty_card")
 def test_vllm_samples_from_the_updated_adapter(tmp_path):
     """The engine's log-probs agree with the trainer's policy to the last step, while the policy leaves the base model."""
     store = f"sqlite:///{tmp_path / 'mlflow.db'}"
@@ -39,11 +48,9 @@ def test_vllm_samples_from_the_updated_adapter(tmp_path):
     def mean(name, steps):
         return statistics.mean(m.value for m in client.get_metric_history(run.info.run_id, name) if m.step in steps)
 
-    first, last = range(1, 6), range(21, 31)
-    assert mean("kl", last) > 10 * mean("kl", first)
-    assert mean("sampling/sampling_logp_difference/mean", last) < 3 * mean("sampling/sampling_logp_difference/mean", first)
-    # all rollouts come from vLLM: had it kept the base model, they would not have got better
-    assert mean("rewards/correctness_reward/mean", last) > mean("rewards/correctness_reward/mean", first) + 0.1
+    # had vLLM kept the base model, its log-probs would leave the trainer's as the policy leaves the base
+    assert mean("kl", range(21, 31)) > 10 * mean("kl", range(1, 6))
+    assert mean("sampling/sampling_logp_difference/mean", range(21, 31)) < 0.05
     metrics, params = run.data.metrics, run.data.params
     accuracy = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "held_out/correctness_reward")}
     assert accuracy[30] > accuracy[0] + 0.1 and metrics["adapter_largest_b"] > 1e-4

@@ -211,13 +211,16 @@ def test_credentials_reach_the_server_and_no_message(guarded, tmp_path):
     [
         ("http://somebody:{}@127.0.0.1:9/mlflow", "http://127.0.0.1:9/mlflow"),
         ("postgresql://somebody:{}@127.0.0.1:9/db", "postgresql://127.0.0.1:9/db"),
+        ("postgresql://127.0.0.1:9/db?user=somebody&password={}", "postgresql://127.0.0.1:9/db?user=somebody&password=***"),
+        ("http://somebody:pa/ss{}@127.0.0.1:9", "http://127.0.0.1:9"),
+        ("somebody:{}@127.0.0.1:9", "127.0.0.1:9"),
     ],
 )
 def test_a_store_that_is_down_is_refused_in_seconds_without_its_password(uri, shown, tmp_path):
     done = train(cwd=tmp_path, MLFLOW_TRACKING_URI=uri.format(SECRET))
     assert done.code == 2 and done.seconds < 15 and SECRET not in done.stdout + done.stderr
     assert len(done.stderr.splitlines()) == 1 and f"MLFLOW_TRACKING_URI {shown}: " in done.stderr
-    assert "uv run mlflow server" in done.stderr and not list(tmp_path.glob("outputs/*"))
+    assert not list(tmp_path.glob("outputs/*"))
 
 
 def test_a_store_without_a_scheme_is_refused(tmp_path):
@@ -230,7 +233,7 @@ def test_a_failure_while_training_is_told_and_recorded(tmp_path):
     (tmp_path / "my_task.py").write_text(
         "from task import EXAMPLES, REWARDS, make_dataset\n"
         "def fragile_reward(trainer_state, completions, **kwargs):\n"
-        "    return [0.0 if trainer_state is None else trainer_state.global_step / 0] * len(completions)\n"
+        "    return [1 / (len(completions) < 8) - 1.0] * len(completions)\n"
         "EXAMPLES = [{'completion': '', 'rewards': [0.0]}]\n"
         "REWARDS = [fragile_reward]\n"
     )
