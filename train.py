@@ -10,7 +10,9 @@ The qwen3-4b preset is the chapter's config. Where it departs from the chapter, 
 """
 
 import argparse
+import contextlib
 import dataclasses
+import io
 import os
 import sys
 import time
@@ -195,7 +197,7 @@ PRESETS = {
 
 
 def read_config(arguments: list[str], gpu) -> Config:
-    """The preset's values with the command line's on top; what is no config ends the program with tyro's message."""
+    """The preset's values with the command line's on top. Raises Refused, in tyro's words, for what is no config."""
     import tyro
 
     # a switch with three states, which tyro has no pair of flags for
@@ -209,7 +211,15 @@ def read_config(arguments: list[str], gpu) -> Config:
     default = PRESETS.get(preset, PRESETS["smollm2"])  # tyro refuses a preset that is none
     if gpu and preset == "smollm2":
         default = dataclasses.replace(default, fast_inference=True)
-    return tyro.cli(Config, args=arguments, default=default, prog="train.py")
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            return tyro.cli(Config, args=arguments, default=default, prog="train.py")
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+    lines = [line.strip("│╭╮╰╯─ ") for line in box.getvalue().splitlines()[1:]]  # the first one is the box's title
+    raise checks.Refused(" ".join(filter(None, lines)).partition(" For full helptext")[0].rstrip(".") + "; --help lists all")
 
 
 def main() -> None:
