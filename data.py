@@ -48,6 +48,11 @@ def encode(tokenizer, prompt, chat_template_kwargs) -> list[int]:
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **chat_template_kwargs)
 
 
+def last_message(messages) -> str:
+    """The text of a prompt or completion: a string, or the last of its chat messages."""
+    return messages if isinstance(messages, str) else messages[-1]["content"]
+
+
 def drop_long_prompts(dataset, tokenizer, config, what: str, least: int, console):
     """The data set without its prompts of more than max_prompt_length tokens; says how many were dropped.
 

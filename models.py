@@ -99,7 +99,7 @@ def resolve_model(name: str, load_in_4bit: bool, gpu) -> str:
     """The folder or hub id that will be loaded. Call it after `import unsloth`.
 
     The embedded model becomes a folder. For a hub id, Unsloth on a GPU picks a copy of its own, quantized where
-    load_in_4bit; `get_model_name` is its own function, read in unsloth 2026.10.9, and a GPU test holds it in place.
+    load_in_4bit; `get_model_name` is its own function, read in unsloth 2026.10.9, and tests hold it in place.
     """
     if name == EMBEDDED:
         return str(embedded_folder())

@@ -11,6 +11,8 @@ import mlflow
 import pandas
 from transformers import TrainerCallback
 
+from data import last_message
+
 
 class Progress(TrainerCallback):
     """Prints a line for each step, and samples to the screen and the record every `sample_steps` steps."""
@@ -67,11 +69,6 @@ class Progress(TrainerCallback):
 def number(value, form: str = ".3f") -> str:
     """A reward as text; TRL takes None for "does not apply", and has None as the mean where it applies nowhere."""
     return "none" if value is None else format(value, form)
-
-
-def last_message(messages) -> str:
-    """The text of a prompt or completion: a string, or the last of its chat messages."""
-    return messages if isinstance(messages, str) else messages[-1]["content"]
 
 
 def memory_gib(peak) -> float:

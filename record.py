@@ -12,6 +12,7 @@ import urllib.parse
 from pathlib import Path
 
 from checks import Refused, one_line
+from data import last_message
 
 LIBRARIES = ("torch", "transformers", "trl", "peft", "unsloth", "unsloth_zoo", "vllm", "bitsandbytes", "datasets", "mlflow")
 
@@ -105,7 +106,7 @@ def start(config, gpu, project: Path, run_dir: Path) -> str:
     return run.info.run_id
 
 
-def data(train_set, dropped: int, task: str) -> None:
+def training_data(train_set, dropped: int, task: str) -> None:
     """The problems that are trained on, as the run's input, and how many were dropped for their length."""
     import mlflow
 
@@ -135,7 +136,7 @@ def held_out(scores: dict, problems, texts, step: int) -> None:
     import mlflow
 
     mlflow.log_metrics({f"held_out/{name}": value for name, value in scores.items()}, step=step, synchronous=True)
-    questions = [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt in problems["prompt"]]
+    questions = [last_message(prompt) for prompt in problems["prompt"]]
     table = {"step": [step] * len(texts), "prompt": questions, "completion": texts}
     mlflow.log_table(table, "held_out.json")
 

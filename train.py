@@ -293,7 +293,7 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     train_set = drop_long_prompts(train_set, tokenizer, config, "training", config.prompts_per_step, console)
     if held_out:
         held_out = drop_long_prompts(held_out, tokenizer, config, "held-out", 1, console)
-    record.data(train_set, drawn - len(train_set), config.task)
+    record.training_data(train_set, drawn - len(train_set), config.task)
 
     # model: the frozen base, with vLLM beside it where wanted, and a LoRA on its seven projections
     vllm = {}

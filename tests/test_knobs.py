@@ -177,12 +177,6 @@ def test_a_reward_that_does_not_apply_is_no_error(tmp_path):
     assert progress.line(1, logs).startswith("step 1/1  reward none  some none  6 tok/s  1.0 s  ")
 
 
-def test_mini_batches_hold_one_completion_each(tmp_path):
-    """Unsloth splits the rows of a rollout into this many passes (unsloth_zoo 2026.10.9, rl_replacements.py)."""
-    config = dataclasses.replace(TINY, per_device_train_batch_size=2, gradient_accumulation_steps=32)
-    assert grpo_arguments(config, tmp_path, on_gpu=True)["unsloth_grpo_mini_batch"] == 64
-
-
 def test_long_prompts_are_dropped_with_the_count_or_refused(folder):
     said = []
     tokenizer, console = AutoTokenizer.from_pretrained(folder), SimpleNamespace(say=said.append)

@@ -1,0 +1,35 @@
+"""What the lab leans on inside its libraries, looked for in their source: a release that moves it fails here, without a GPU."""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from train import PRESETS, grpo_arguments
+
+
+@pytest.mark.parametrize(
+    ("package", "file", "text"),
+    [
+        ("unsloth", "models/loader_utils.py", "def get_model_name(\n    model_name,\n    load_in_4bit = True,"),  # models.py
+        ("unsloth_zoo", "rl_replacements.py", "batch_size = math.ceil(total_samples / B)"),  # train.py, the mini batch
+        ("vllm", "config/cache.py", "\n    gpu_memory_utilization: float"),  # record.py, engine_figures
+        ("vllm", "config/cache.py", "\n    num_gpu_blocks: int | None"),
+        ("vllm", "config/cache.py", "\n    block_size: "),
+        ("vllm", "config/scheduler.py", "\n    max_num_seqs: int"),
+        ("vllm", "config/scheduler.py", "\n    max_num_batched_tokens: int"),
+    ],
+)
+def test_the_library_is_as_it_was_read(package, file, text):
+    folder = Path(importlib.util.find_spec(package).submodule_search_locations[0])
+    assert text in (folder / file).read_text()
+
+
+def test_a_pass_holds_one_completion_however_large_the_batch(tmp_path):
+    """Unsloth's mini batch is the number of passes: the rows in one are the batch over that number, see above."""
+    for batch, steps in ((8, 1), (2, 32)):
+        config = dataclasses.replace(PRESETS["qwen3-4b"], per_device_train_batch_size=batch, gradient_accumulation_steps=steps)
+        arguments = grpo_arguments(config, tmp_path, on_gpu=True)
+        rows = arguments["per_device_train_batch_size"] * arguments["steps_per_generation"]
+        assert rows / arguments["unsloth_grpo_mini_batch"] == 1
