@@ -1,6 +1,7 @@
 """All that is refused before the model loads. Each refusal names the value, the rule, and the nearest thing that works."""
 
 import asyncio
+import hashlib
 import importlib.util
 import inspect
 import math
@@ -28,7 +29,7 @@ def check_config(config, gpu) -> None:
         if getattr(config, name) < 1:
             raise Refused(f"{flag(name)} {getattr(config, name)}: must be at least 1")
     for name in ("eval_problems", "warmup_steps", "learning_rate", "weight_decay", "max_grad_norm", "beta", "top_k", "seed",
-                 "sample_steps", "max_operand", "worked_examples"):  # fmt: skip
+                 "sample_steps", "eval_steps", "max_operand", "worked_examples"):  # fmt: skip
         if getattr(config, name) is not None and not 0 <= getattr(config, name) < math.inf:
             raise Refused(f"{flag(name)} {getattr(config, name)}: must be 0 or a positive number")
     for name in ("temperature", "epsilon", "epsilon_high", "kv_cache_gib", "vram_limit_gib"):
@@ -39,6 +40,12 @@ def check_config(config, gpu) -> None:
             raise Refused(f"{flag(name)} {getattr(config, name)}: a share, above 0 and at most 1")
     if Path(config.run_name).name != config.run_name:
         raise Refused(f"--run-name {config.run_name!r}: it becomes the name of one folder, so it is not empty and has no slash")
+    if len(config.run_name.encode()) > 200:
+        raise Refused(f"--run-name of {len(config.run_name.encode())} bytes: it becomes the name of a folder; at most 200")
+    if config.save_total_limit is not None and config.save_total_limit < 1:
+        raise Refused(f"--save-total-limit {config.save_total_limit}: must be at least 1, or None to keep all checkpoints")
+    if config.eval_steps and not config.eval_problems:
+        raise Refused(f"--eval-steps {config.eval_steps}: there is nothing to answer with --eval-problems 0; give it 64")
     check_batch(config)
     if config.lora_r > 512:
         raise Refused(f"--lora-r {config.lora_r}: adapters of rank 512 are the largest that vLLM serves")
@@ -222,6 +229,14 @@ def is_finite(value) -> bool:
 
 async def await_it(awaitable):
     return await awaitable
+
+
+def digest(file: Path) -> str | None:
+    """Which version of a file a run was made with: 12 hex digits of its SHA-256, or None where there is no file."""
+    if not file.is_file():
+        return None
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()[:12]
 
 
 def flag(name: str) -> str:

@@ -2,16 +2,19 @@
 
 import os
 import sys
+import traceback
 from pathlib import Path
 
 
 class Console:
     """While it is open, our few lines go to the screen and all that the libraries print goes to the log.
 
-    File descriptors 1 and 2 are moved, since vLLM and CUDA print past Python's sys.stdout.
+    File descriptors 1 and 2 are moved, since vLLM and CUDA print past Python's sys.stdout. `doing` says what the script is
+    at, for a message when it fails there.
     """
 
     def __init__(self, log: Path):
+        self.doing = "starting"
         self.kept = os.dup(1), os.dup(2)
         self.screen = os.fdopen(os.dup(1), "w", buffering=1, errors="backslashreplace")
         sys.stdout.reconfigure(line_buffering=True)
@@ -23,17 +26,41 @@ class Console:
         return self
 
     def __exit__(self, *error):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for fd, kept in zip((1, 2), self.kept):
+        for stream, fd, kept in zip((sys.stdout, sys.stderr), (1, 2), self.kept):
+            try:
+                stream.flush()
+            except OSError:  # a full disk again: what is left must not come out on the screen
+                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
+                stream.flush()
             os.dup2(kept, fd)
             os.close(kept)
         self.screen.close()
 
+    def log_failure(self, error: BaseException) -> None:
+        """The traceback into the log; where its disk is full, nothing that the libraries print from now on can fail there."""
+        try:
+            traceback.print_exception(error)
+            sys.stdout.flush()
+        except OSError:
+            for fd in (1, 2):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
+
     def say(self, text: str) -> None:
-        """Print to the screen and to the log; a screen that has gone (`| head`) stops nothing."""
+        """Print to the screen and to the log; a screen that has gone (`| head`, ssh) and a full disk stop nothing."""
         try:
             print(text, file=self.screen)
-        except BrokenPipeError:
+        except OSError:
             self.screen = open(os.devnull, "w")
-        print(text)
+        try:
+            print(text)
+        except OSError:
+            pass
+
+
+def open_closed_streams() -> None:
+    """Where the shell has closed stdout or stderr (`>&-`), open them onto nothing: the libraries count on both."""
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, fd)
+            setattr(sys, name, open(fd, "w", closefd=False))

@@ -1,6 +1,7 @@
 """Problems: built by the task, as token ids through the model's chat template, and short enough."""
 
 import inspect
+import math
 
 from checks import Refused, flag, one_line, short
 
@@ -48,6 +49,11 @@ def encode(tokenizer, prompt, chat_template_kwargs) -> list[int]:
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False, **chat_template_kwargs)
 
 
+def can_think(config, tokenizer) -> bool:
+    """Whether the model may think aloud before its answer: its template has a switch for that, and it is not off."""
+    return "enable_thinking" in (tokenizer.chat_template or "") and config.enable_thinking is not False
+
+
 def last_message(messages) -> str:
     """The text of a prompt or completion: a string, or the last of its chat messages."""
     return messages if isinstance(messages, str) else messages[-1]["content"]
@@ -70,3 +76,20 @@ def drop_long_prompts(dataset, tokenizer, config, what: str, least: int, console
         dropped = len(lengths) - len(kept)
         console.say(f"{dropped} of {len(lengths)} {what} problems left out: prompts over {config.max_prompt_length} tokens")
     return dataset.select(kept)
+
+
+def in_order(dataset, config):
+    """The rows as training meets them: epoch after epoch, each shuffled by the seed, max_steps long.
+
+    TRL's own shuffling starts at the first epoch in every process, so that a run resumed in a later one would meet other
+    problems than the unbroken run. As in TRL, problems at the end of an epoch that fill no rollout are left out.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(config.seed)
+    whole = len(dataset) // config.prompts_per_step * config.prompts_per_step
+    needed = math.ceil(config.max_steps / config.num_iterations) * config.prompts_per_step
+    order = []
+    while len(order) < needed:
+        order += torch.randperm(len(dataset), generator=generator)[:whole].tolist()
+    return dataset.select(order[:needed])

@@ -3,6 +3,7 @@
 Memory is in GiB (2**30 bytes) everywhere. On a machine without an NVIDIA driver every function says so and none fails.
 """
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -12,6 +13,7 @@ import threading
 import pynvml
 
 from checks import Refused, flag
+from stopping import time_limit
 
 GIB = 2**30
 
@@ -64,7 +66,7 @@ def find_gpu() -> tuple[Gpu | None, str]:
 
 
 class PeakMemory(threading.Thread):
-    """Samples the card's memory in use every 0.2 s, until the process ends; `peak_gib` is the highest value seen.
+    """Samples the card's memory in use every 0.2 s, until `stop`; `peak_gib` is the highest value seen.
 
     torch's counters miss the CUDA context, libraries and graphs: this one sees all that the card holds.
     """
@@ -73,12 +75,13 @@ class PeakMemory(threading.Thread):
         super().__init__(daemon=True)
         self.gpu = gpu
         self.start_gib = self.peak_gib = gpu.used_gib()
+        self.over = threading.Event()
+        self.stop = self.over.set
         self.start()
 
     def run(self):
-        tick = threading.Event()
         try:
-            while not tick.wait(0.2):
+            while not self.over.wait(0.2):
                 self.peak_gib = max(self.peak_gib, self.gpu.used_gib())
         except pynvml.NVMLError:
             self.peak_gib = math.nan  # no figure is better than a stale one
@@ -101,12 +104,13 @@ def make_room(limit_gib: float | None, gpu: Gpu, start_gib: float) -> float:
     return min(room, free / GIB)
 
 
-def engine_gib(model: str, load_in_4bit: bool, lora_r: int, kv_cache_gib: float) -> float:
-    """GiB that vLLM needs for a model folder or hub id: weights, adapter, a KV cache of `kv_cache_gib`, and 0.7 more.
+def engine_gib(model: str, load_in_4bit: bool, lora_r: int) -> tuple[float, float]:
+    """GiB that vLLM needs for a model folder or hub id beside its KV cache, and GiB of that cache for one token.
 
-    The weights come from the architecture, built without storage. In 4-bit a linear layer takes 4 bits a weight and an
-    8-bit scale for each 64, unless the checkpoint lists it among those kept in 16 bits, as all else is. The 0.7 GiB hold
-    the peak activation (0.24), the CUDA graphs (0.34 for 16 sequences) and the rest, as vLLM 0.26 logs them on an H200.
+    The former is weights, adapter, and 0.7 more: the peak activation (0.24), the CUDA graphs (0.34 for 16 sequences) and
+    the rest, as vLLM 0.26 logs them on an H200. The weights come from the architecture, built without storage. In 4-bit a
+    linear layer takes 4 bits a weight and an 8-bit scale for each 64, unless the checkpoint lists it among those kept in
+    16 bits, as all else is.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -121,7 +125,10 @@ def engine_gib(model: str, load_in_4bit: bool, lora_r: int, kv_cache_gib: float)
     linear = [(name, weight) for name, weight in linear if weight is not network.get_output_embeddings().weight]
     quantized = sum(w.numel() for name, w in linear if load_in_4bit and not any(part in name for part in kept))
     adapter = sum(lora_r * sum(weight.shape) for _, weight in linear)
-    return (quantized * 4.125 / 8 + (total - quantized + adapter) * 2) / GIB + kv_cache_gib + 0.7
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    token_bytes = 4 * config.num_hidden_layers * kv_heads * head  # keys and values, in 16 bits
+    return (quantized * 4.125 / 8 + (total - quantized + adapter) * 2) / GIB + 0.7, token_bytes / GIB
 
 
 def vllm_arguments(config, model: str, gpu: Gpu, room_gib: float, free_gib: float) -> dict:
@@ -129,12 +136,21 @@ def vllm_arguments(config, model: str, gpu: Gpu, room_gib: float, free_gib: floa
 
     `room_gib` is what this process may take, `free_gib` what is free on the card: Unsloth multiplies the share by that,
     so it is handed over as a share of it. Raises Refused where the engine would leave less than 2.5 GiB of the room for
-    the training pass, which took 2.2 GiB for 8 completions of 1,024 tokens on Qwen3-4B's shape.
+    the training pass, which took 2.2 GiB for 8 completions of 1,024 tokens on Qwen3-4B's shape; and where it has no room
+    for one sequence, which vLLM by itself finds out after two loads of the model.
     """
-    if config.gpu_memory_utilization:
-        wanted = config.gpu_memory_utilization * (config.vram_limit_gib or gpu.total_gib)
-    else:
-        wanted = engine_gib(model, config.load_in_4bit, config.lora_r, config.kv_cache_gib)
+    fixed, token = engine_gib(model, config.load_in_4bit, config.lora_r)
+    card = config.vram_limit_gib or gpu.total_gib
+    wanted = (config.gpu_memory_utilization or 0) * card or fixed + config.kv_cache_gib
+    least = fixed + token * config.max_seq_length
+    sequence = f"one sequence of {config.max_seq_length} tokens"
+    if wanted < least and config.gpu_memory_utilization:
+        raise Refused(
+            f"--gpu-memory-utilization {config.gpu_memory_utilization:g} is {wanted:.1f} GiB; weights, graphs and {sequence} "
+            f"take {least:.1f}: at least {math.ceil(least / card * 100) / 100:g}, or leave it away"
+        )
+    if wanted < least:
+        raise Refused(f"--kv-cache-gib {config.kv_cache_gib:g}: {sequence} takes {least - fixed:.2f}: at least that")
     if wanted + 2.5 > room_gib:
         knob = "gpu_memory_utilization" if config.gpu_memory_utilization else "kv_cache_gib"
         raise Refused(
@@ -147,6 +163,31 @@ def vllm_arguments(config, model: str, gpu: Gpu, room_gib: float, free_gib: floa
         "gpu_memory_utilization": wanted / free_gib,
         "max_num_seqs": max(16, config.effective_batch),
     }
+
+
+@contextlib.contextmanager
+def bounded_start(console, run, seconds: float = 600):
+    """Loading the model with vLLM, 190 s from cold caches on an H200: after `seconds`, the run is closed as FAILED and ends."""
+
+    def give_up():
+        text = f"vLLM has not started within {seconds:.0f} s: try again, or --no-fast-inference"
+        console.say(f"failed in {console.doing}: {text}")
+        console.say(f"where it hangs: {run.run_dir / 'train.log'}")
+        run.failure(TimeoutError(text), "")
+        run.end("FAILED")
+
+    with time_limit(seconds, give_up):
+        yield
+
+
+def check_engine(engine, config) -> None:
+    """Refuse an engine that Unsloth has cut to shorter sequences, with a print only, since it saw too little room."""
+    length = engine.llm_engine.vllm_config.model_config.max_model_len
+    if length < config.max_seq_length:
+        raise Refused(
+            f"vLLM has room for sequences of {length} tokens, and prompt and completion take {config.max_seq_length}: a larger "
+            f"--kv-cache-gib (now {config.kv_cache_gib:g}), or a smaller --max-completion-length"
+        )
 
 
 def leave_process_group() -> None:

@@ -1,11 +1,71 @@
 """Held-out problems, answered greedily and scored with the task's own rewards. Import it after unsloth."""
 
+import shutil
 import time
 
 import torch
 
+import adapter
 from checks import call_reward
 from data import encode
+
+
+class HeldOut:
+    """The held-out points of a run: said, recorded, and the adapter that solved most kept in `best-adapter/`.
+
+    Most is by the first function in REWARDS; of equals, the earliest stays. `facts`, which go into every checkpoint, keep
+    the points (`held_out`, a list of [step, scores]) and the best of them (`best`), so that a resumed run knows both.
+    """
+
+    def __init__(self, config, task, model, tokenizer, problems, run_dir, record, console, facts):
+        self.config, self.task, self.model, self.tokenizer, self.problems = config, task, model, tokenizer, problems
+        self.run_dir, self.record, self.console, self.facts = run_dir, record, console, facts
+
+    def before(self) -> None:
+        """The base model's point; a run that goes on has it from its checkpoint."""
+        if not self.facts["held_out"]:
+            self.console.doing = "the evaluation before training"
+            self.point(0, None)
+        self.console.say(f"held-out, before: {in_words(self.facts['held_out'][0][1])}")
+
+    def during(self, step: int) -> None:
+        """A point on the curve, with the adapter as it stands; vLLM reads it from disk."""
+        self.console.doing = f"the evaluation after step {step}"
+        candidate = self.run_dir / "candidate-adapter"
+        adapter.save(self.model, candidate)
+        scores = self.point(step, candidate if self.config.fast_inference else None)
+        self.console.say(f"held-out, step {step}: {in_words(scores)}")
+        self.keep(step, scores, candidate)
+        shutil.rmtree(candidate, ignore_errors=True)
+
+    def after(self, step: int, folder) -> None:
+        """The last point, with the adapter read back from `folder`."""
+        self.console.doing = "the evaluation after training"
+        scores = self.point(step, folder)
+        self.console.say(f"held-out, before: {in_words(self.facts['held_out'][0][1])}")
+        self.console.say(f"held-out, after:  {in_words(scores)}")
+        if self.config.eval_steps:
+            self.keep(step, scores, folder)
+            best = self.facts["best"]
+            self.console.say(f"best adapter: step {best['step']}, {best['name']} {best['score']:.3f}: {best['folder']}")
+
+    def point(self, step: int, folder) -> dict[str, float]:
+        scores, answers = evaluate(self.config, self.task, self.model, self.tokenizer, self.problems, folder)
+        self.record.held_out(scores, self.problems, answers, step)
+        self.facts["held_out"].append([step, scores])
+        return scores
+
+    def keep(self, step: int, scores: dict[str, float], folder) -> None:
+        """Copy `folder` to best-adapter/ where its scores beat the best so far."""
+        name = self.task.REWARDS[0].__name__
+        best = self.facts["best"]
+        if best and scores[name] <= best["score"]:
+            return
+        aside, best_dir = self.run_dir / ".best-adapter", self.run_dir / "best-adapter"
+        shutil.rmtree(aside, ignore_errors=True)
+        shutil.copytree(folder, aside)
+        adapter.replace_folder(aside, best_dir)
+        self.facts["best"] = {"step": step, "name": name, "score": scores[name], "folder": str(best_dir.resolve())}
 
 
 def evaluate(config, task, model, tokenizer, problems, adapter_dir=None) -> tuple[dict[str, float], list[str]]:

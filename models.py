@@ -110,7 +110,20 @@ def resolve_model(name: str, load_in_4bit: bool, gpu) -> str:
 
         name = get_model_name(name, load_in_4bit=load_in_4bit)
     check_disk(name)
+    download(name)
     return name
+
+
+def download(name: str) -> None:
+    """Fetch a hub model into the hub's cache: a long download should not count as a start that hangs."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        snapshot_download(name, allow_patterns=[f"*{ending}" for ending in NEEDED])
+    except Exception as error:
+        raise Refused(
+            f"--model {name}: the download broke off ({one_line(error)}); the same command goes on with it; {USE_A_FOLDER}"
+        ) from error
 
 
 def embedded_folder() -> Path:

@@ -1,39 +1,83 @@
-"""What is seen while a run goes on: one line a step, and now and then a completion with its rewards.
+"""What happens around each step: one line, now and then samples, an evaluation, a checkpoint, a warning, an early end.
 
 Import it after unsloth.
 """
 
+import math
 import resource
 import statistics
 import time
 
-import mlflow
 import pandas
+import torch
 from transformers import TrainerCallback
 
+import checkpoints
+import symptoms
 from data import last_message
 
 
-class Progress(TrainerCallback):
-    """Prints a line for each step, and samples to the screen and the record every `sample_steps` steps."""
+class Diverged(Exception):
+    """The gradient is no number any more; the step that it would have spoiled was not taken."""
 
-    def __init__(self, config, reward_names, console, peak, run_dir):
-        self.config, self.reward_names, self.console, self.peak, self.run_dir = config, reward_names, console, peak, run_dir
+
+class Progress(TrainerCallback):
+    """The trainer's callback; `stop` is a stopping.Stop, `evaluation` a held_out.HeldOut or None.
+
+    `facts` go into each checkpoint: what is known of the run, and its held-out points so far.
+    """
+
+    def __init__(self, config, task, console, peak, run_dir, record, stop, facts, evaluation, can_think):
+        self.config, self.console, self.peak, self.run_dir, self.record = config, console, peak, run_dir, record
+        self.stop, self.facts, self.evaluation, self.can_think = stop, facts, evaluation, can_think
+        self.reward_names = [reward.__name__ for reward in task.REWARDS]
+        self.best_reward = max(sum(example["rewards"]) for example in task.EXAMPLES)
         self.seconds = []
+        self.warned = set()
+
+    def on_train_begin(self, args, state, control, optimizer=None, lr_scheduler=None, **kwargs):
+        if state.global_step:  # a checkpoint brings its learning rate and weight decay back: the config's may be others
+            lr_scheduler.base_lrs = [args.learning_rate] * len(lr_scheduler.base_lrs)
+            lr_scheduler.last_epoch -= 1
+            lr_scheduler.step()
+            optimizer.param_groups[0]["weight_decay"] = args.weight_decay  # the second group is of what never decays
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.show_samples(state.global_step)
+        self.look_back(state)
+        self.console.doing = f"training, step {state.global_step + 1}"
         self.start = time.perf_counter()
 
-    def on_step_end(self, args, state, control, **kwargs):
-        self.seconds.append(time.perf_counter() - self.start)
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        if not torch.isfinite(norm):
+            raise Diverged(
+                f"grad_norm is {norm:.0f} in step {state.global_step + 1}, which was not taken: the adapter is the one before. "
+                f"A smaller --learning-rate (now {self.config.learning_rate:g}), and rewards that are finite, keep it a number"
+            )
 
-    def on_train_end(self, args, state, control, **kwargs):
-        self.show_samples(state.global_step)
+    def on_step_end(self, args, state, control, **kwargs):
+        step, config = state.global_step, self.config
+        self.seconds.append(time.perf_counter() - self.start)
+        if self.stop.asked is None and config.eval_steps and step % config.eval_steps == 0 and step < config.max_steps:
+            self.evaluation.during(step)
+        # a checkpoint lies between two rollouts, since the completions in use are not part of it
+        between = step % config.num_iterations == 0 or step >= config.max_steps
+        due = step // config.save_steps > (step - config.num_iterations) // config.save_steps or step >= config.max_steps
+        control.should_training_stop |= self.stop.asked is not None and between
+        control.should_save = between and (due or self.stop.asked is not None)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
+        self.record.metrics(logs, state.global_step)
         if "loss" in logs:  # the summary after the last step has none
             self.console.say(self.line(state.global_step, logs))
+
+    def on_save(self, args, state, control, **kwargs):
+        written = self.run_dir / f"checkpoint-{state.global_step}"
+        self.facts["step"] = state.global_step
+        checkpoints.publish(written, self.facts, self.config.save_total_limit)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.look_back(state)
 
     def line(self, step: int, logs: dict) -> str:
         """Reward, its parts, KL where there is one, generated tokens a second over the whole step, seconds, memory."""
@@ -52,23 +96,41 @@ class Progress(TrainerCallback):
         parts += [f"{tokens / seconds:.0f} tok/s", f"{seconds:.1f} s", f"{memory_gib(self.peak):.1f} GiB"]
         return "  ".join([*parts, f"eta {left // 60}:{left % 60:02d}"])
 
-    def show_samples(self, step: int) -> None:
-        """The best and the worst completion of the step just done, read from the file that TRL writes of each step."""
-        if not self.config.sample_steps or not step or step % self.config.sample_steps:
+    def look_back(self, state) -> None:
+        """Samples and symptoms of the step just done, whose completions TRL has written to a file by now."""
+        if not self.seconds:
             return
+        step, config = state.global_step, self.config
+        if config.sample_steps and step % config.sample_steps == 0:
+            table = self.completions(step)
+            self.record.samples(table.to_dict("list"))
+            ranked = table.sort_values("advantage", ascending=False)
+            self.show(ranked.iloc[[0, -1]])
+        for name, text in symptoms.find(state.log_history, config, self.best_reward, self.can_think).items():
+            if name in self.warned:
+                continue
+            self.warned.add(name)
+            self.console.say(f"warning: {text}")
+            self.record.warning(name, text, step)
+            if name == "all_zero":
+                self.show(self.completions(step).iloc[:3])
+
+    def completions(self, step: int):
+        """TRL's table of a step, with the last message of each prompt and completion."""
         table = pandas.read_parquet(self.run_dir / "completions" / f"completions_{step:05d}.parquet")
         table["prompt"] = table["prompt"].map(last_message)
         table["completion"] = table["completion"].map(last_message)
-        mlflow.log_table(table, "samples.json")
-        ranked = table.sort_values("advantage", ascending=False)
-        for _, row in ranked.iloc[[0, -1]].iterrows():
+        return table
+
+    def show(self, rows) -> None:
+        for _, row in rows.iterrows():
             rewards = "  ".join(f"{name.removesuffix('_reward')} {number(row[name], 'g')}" for name in self.reward_names)
             self.console.say(f"    {row['prompt']!r} -> {row['completion'][-300:]!r}  {rewards}")
 
 
 def number(value, form: str = ".3f") -> str:
     """A reward as text; TRL takes None for "does not apply", and has None as the mean where it applies nowhere."""
-    return "none" if value is None else format(value, form)
+    return "none" if value is None or math.isnan(value) else format(value, form)
 
 
 def memory_gib(peak) -> float:

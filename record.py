@@ -1,17 +1,24 @@
-"""The MLflow run: where it is kept, what is in it. One path, whether the store is a file or a server."""
+"""The MLflow run: where it is kept, what is in it. One path, whether the store is a file or a server.
 
+uv run python record.py outputs/RUN          send what a run could not, once the store answers again
+"""
+
+import contextlib
 import dataclasses
-import hashlib
 import importlib.metadata
+import json
 import logging
 import os
 import platform
 import re
 import subprocess
+import sys
+import traceback
 import urllib.parse
 from pathlib import Path
 
-from checks import Refused, one_line
+import journal
+from checks import Refused, digest, one_line
 from data import last_message
 
 LIBRARIES = ("torch", "transformers", "trl", "peft", "unsloth", "unsloth_zoo", "vllm", "bitsandbytes", "datasets", "mlflow")
@@ -24,39 +31,46 @@ def connect(project: Path, experiment: str) -> str:
     answer, which MLflow's client by itself would ask for minutes. A run of its own is opened whatever run or nesting the
     environment names, since the trainer's callback would otherwise write into another one.
     """
-    own = f"sqlite:///{project / 'mlflow.db'}"
+    own = own_store(project)
     uri, shown = hide_credentials(os.environ.get("MLFLOW_TRACKING_URI") or own)
     if ":" in uri and not re.match(r"[a-z+0-9]+:/|file:|databricks", uri):
         raise Refused(f"MLFLOW_TRACKING_URI {shown}: no scheme; http://{shown} for a server, sqlite:///{shown}.db for a file")
     for variable in ("MLFLOW_RUN_ID", "MLFLOW_NESTED_RUN", "MLFLOW_EXPERIMENT_ID"):
         os.environ.pop(variable, None)
-    # The trainer's callback would add 220 arguments under names that clash with ours; ours are the whole config.
-    os.environ["MLFLOW_MAX_LOG_PARAMS"] = "0"
-    # TRL times its functions and logs that in the middle of a step: it should not wait for the store.
-    os.environ.setdefault("MLFLOW_ENABLE_ASYNC_LOGGING", "true")
+    # by itself the client asks a dead server for minutes; the journal tries again anyway
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     import mlflow
 
     logging.getLogger("mlflow").setLevel(logging.WARNING)
-    patience = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "5", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-    before = {variable: os.environ.get(variable) for variable in patience}
-    os.environ.update(patience)
     try:
-        mlflow.set_tracking_uri(uri)
-        if mlflow.get_experiment_by_name(experiment) is None and uri == own:
-            # the files too lie in the project folder, wherever the script is started from
-            mlflow.create_experiment(experiment, artifact_location=(project / "mlruns").as_uri())
-        mlflow.set_experiment(experiment)
+        with impatience():
+            mlflow.set_tracking_uri(uri)
+            if mlflow.get_experiment_by_name(experiment) is None and uri == own:
+                # the files too lie in the project folder, wherever the script is started from
+                mlflow.create_experiment(experiment, artifact_location=(project / "mlruns").as_uri())
+            mlflow.set_experiment(experiment)
     except Exception as error:
         why = one_line(str(error).replace(uri, shown))
         raise Refused(
             f"MLFLOW_TRACKING_URI {shown}: {why[:200]}. Start a server with `uv run mlflow server`, or unset the variable to "
             "record into mlflow.db here"
         ) from None
+    return shown
+
+
+@contextlib.contextmanager
+def impatience():
+    """Before training a store has 5 seconds to answer, and no second chance: the user waits."""
+    variables = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "5", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+    before = {variable: os.environ.get(variable) for variable in variables}
+    os.environ.update(variables)
+    try:
+        yield
     finally:
         for variable, value in before.items():
             os.environ.pop(variable) if value is None else os.environ.update({variable: value})
-    return shown
 
 
 def hide_credentials(uri: str) -> tuple[str, str]:
@@ -78,48 +92,202 @@ def hide_credentials(uri: str) -> tuple[str, str]:
     return os.environ["MLFLOW_TRACKING_URI"], shown
 
 
-def start(config, gpu, project: Path, run_dir: Path) -> str:
-    """Open the run and write down what is known before the model loads; returns the run's id."""
+class Record:
+    """One MLflow run, opened here and closed by `end`. Its items go through the journal: none holds up a step."""
+
+    def __init__(self, config, gpu, project: Path, store: str, run_dir: Path, origin: dict | None):
+        """Open the run, write down what is known before the model loads, and make the run's folder.
+
+        `origin` is what the checkpoint says of the run that is gone on with. Refuses a store that takes no artifact, which
+        is tried here with the config.
+        """
+        import mlflow
+
+        self.store, self.project, self.run_dir = store, project, run_dir
+        self.kv_cache_gib = 0.0  # vLLM's, once it is there
+        self.client = mlflow.MlflowClient()
+        params = {k: v for k, v in dataclasses.asdict(config).items() if k != "model"}
+        params |= {
+            "model_requested": config.model,
+            "group": config.num_generations,
+            "max_seq_length": config.max_seq_length,
+            "effective_batch": config.effective_batch,
+            "prompts_per_step": config.prompts_per_step,
+            "uv_lock": digest(project / "uv.lock") or "nolock",
+            "task_file": digest(Path(config.task)),
+            "driver": gpu.driver if gpu else "none",
+            "precision": "bf16" if gpu else "fp32",
+        }
+        tags = {
+            "git_commit": git_commit(project),
+            "card": gpu.name if gpu else f"none ({platform.machine()}, {os.cpu_count()} cores)",
+            "python": platform.python_version(),
+            "run_dir": str(run_dir.resolve()),
+            **{f"version.{name}": importlib.metadata.version(name) for name in LIBRARIES},
+        }
+        if origin:
+            tags |= {"resumed_from": config.resume_from_checkpoint, "resumed_from_run": origin["run_id"],
+                     "resumed_at_step": origin["step"], "changed": "; ".join(origin["changes"]) or "nothing"}  # fmt: skip
+        run = None
+        try:
+            with impatience():
+                if origin and self.close_what_died(origin):
+                    tags["mlflow.parentRunId"] = origin["run_id"]
+                mlflow.enable_system_metrics_logging()
+                run = mlflow.start_run(run_name=config.run_name, nested=mlflow.active_run() is not None)
+                self.run_id = run.info.run_id
+                self.client.log_dict(self.run_id, params, "config.json")
+        except Exception as error:
+            if run:
+                with contextlib.suppress(Exception):
+                    mlflow.end_run("FAILED")
+                    self.client.delete_run(self.run_id)
+            raise Refused(
+                f"MLFLOW_TRACKING_URI {store}: takes {'no artifacts' if run else 'no runs'} ({one_line(error)[:200]}). A "
+                "server that does: uv run mlflow server --artifacts-destination ./mlartifacts"
+            ) from None
+        run_dir.mkdir(parents=True)
+        self.journal = journal.Journal(run_dir, self.client, self.run_id)
+        self.journal.write({"run_id": self.run_id, "run_name": config.run_name, "experiment": config.experiment})
+        self.journal.put("params", values=params)
+        self.journal.put("tags", values=tags)
+        self.journal.put("text", text=json.dumps(params, indent=1), file="config.json")
+
+    def close_what_died(self, origin: dict) -> bool:
+        """Whether the store has the run that is gone on with; if it still says RUNNING though its process is gone: KILLED."""
+        try:
+            status = self.client.get_run(origin["run_id"]).info.status
+        except Exception:
+            return False
+        with contextlib.suppress(Exception):
+            if status == "RUNNING" and journal.read(Path(origin["run_dir"])):
+                self.client.set_terminated(origin["run_id"], "KILLED")
+        return True
+
+    def metrics(self, values: dict, step: int = 0) -> None:
+        """Numbers at a step; what is no number (a reward that applied nowhere) is left out."""
+        allowed = {re.sub(r"[^\w\-. :/]", "_", k): v for k, v in values.items() if isinstance(v, (int, float))}
+        self.journal.put("metrics", values=allowed, step=step)
+
+    def training_data(self, train_set, dropped: int, task: str) -> None:
+        """The problems that are trained on, as the run's input, and how many were dropped for their length."""
+        import mlflow
+
+        dataset = mlflow.data.from_huggingface(train_set, name=Path(task).stem)
+        self.journal.put("dataset", dataset=dataset.to_dict(), context="training")
+        self.journal.put("params", values={"dropped_problems": dropped})
+
+    def held_out(self, scores: dict, problems, texts, step: int) -> None:
+        """An evaluation's scores as metrics at `step`, its answers as a table."""
+        self.metrics({f"held_out/{name}": value for name, value in scores.items()}, step)
+        questions = [last_message(prompt) for prompt in problems["prompt"]]
+        table = {"step": [step] * len(texts), "prompt": questions, "completion": list(texts)}
+        self.journal.put("table", columns=table, file="held_out.json")
+
+    def samples(self, columns: dict) -> None:
+        """Completions of a step, with their rewards, as rows of samples.json."""
+        self.journal.put("table", columns=columns, file="samples.json")
+
+    def warning(self, name: str, text: str, step: int) -> None:
+        """A symptom: a metric at the step it was seen, its text in warnings.json."""
+        self.metrics({f"warning/{name}": 1}, step)
+        self.journal.put("table", columns={"step": [step], "warning": [name], "text": [text]}, file="warnings.json")
+
+    def loaded(self, model) -> None:
+        """What is known once the model is there: its resolved name, the trainable parameters, what vLLM made of its share."""
+        trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        params = {"model": model.config._name_or_path, "trainable_parameters": trainable}
+        engine = getattr(model, "vllm_engine", None)
+        if engine is not None:
+            figures = engine_figures(engine)
+            self.kv_cache_gib = figures["kv_cache_gib"]
+            params |= {f"vllm.{name}": value for name, value in figures.items()}
+        self.journal.put("params", values=params)
+
+    def trainer_arguments(self, arguments) -> None:
+        """All of TRL's arguments as they stand after Unsloth and TRL have had their say, as an artifact."""
+        text = json.dumps({k: str(v) for k, v in arguments.to_dict().items()}, indent=1)
+        self.journal.put("text", text=text, file="trainer_arguments.json")
+
+    def memory(self, peak) -> str:
+        """Log the peaks, and say them: torch's counter (its live tensors), and the whole card's, from NVML."""
+        import torch
+
+        if peak is None:
+            from progress import memory_gib
+
+            self.metrics({"rss_peak_gib": memory_gib(None)})
+            return f"peak memory {memory_gib(None):.2f} GiB of RAM (no GPU, so no VRAM)"
+        torch_gib = torch.cuda.max_memory_allocated() / 2**30
+        self.metrics({
+            "vram_peak_gib": torch_gib,
+            "vram_peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+            "vram_peak_nvml_gib": peak.peak_gib,
+            "vram_before_nvml_gib": peak.start_gib,
+        })  # fmt: skip
+        return (
+            f"peak VRAM {torch_gib:.2f} GiB by torch, {peak.peak_gib:.2f} GiB on the card ({peak.start_gib:.2f} at the start)"
+        )
+
+    def adapter(self, folder: Path) -> None:
+        """The adapter's files, under lora/."""
+        self.journal.put("folder", path=str(folder.resolve()), to="lora")
+
+    def failure(self, error: BaseException, explained: str) -> None:
+        """Why a run ended early: one line as a tag, the explanation and the traceback as an artifact."""
+        self.journal.put("tags", values={"error": f"{type(error).__name__}: {one_line(error)}"})
+        story = "".join(traceback.format_exception(error))
+        self.journal.put("text", text=f"{explained}\n\n{story}", file="failure.txt")
+
+    def end(self, status: str) -> str | None:
+        """Close the run as FINISHED, FAILED or KILLED; returns what the store does not have, in words, or None."""
+        import mlflow
+
+        self.journal.put("status", status=status)
+        missing = self.journal.close()
+        with contextlib.suppress(Exception):  # also where the store is away, the run is no longer the active one
+            mlflow.end_run(status)
+        if not missing:
+            return None
+        where = "" if self.store == own_store(self.project) else f"MLFLOW_TRACKING_URI={self.store} "
+        return (
+            f"NOT RECORDED in {self.store}: {journal.in_words(missing)} ({self.journal.trouble[:200]}).\nNothing is lost: "
+            f"it is in {self.run_dir / journal.FILE}. Once the store answers: {where}uv run python record.py {self.run_dir}"
+        )
+
+
+def upload(folder: Path, project: Path) -> str:
+    """Send to the store what a run's journal says it does not have, or all of it where it does not know the run.
+
+    Returns what was done, in words. Raises Refused for a folder that is no run's, a run that goes on, and a store that is away.
+    """
     import mlflow
 
-    mlflow.enable_system_metrics_logging()
-    run = mlflow.start_run(run_name=config.run_name)
-    params = {k: v for k, v in dataclasses.asdict(config).items() if k != "model"}
-    mlflow.log_params({
-        **params,
-        "model_requested": config.model,
-        "group": config.num_generations,
-        "max_seq_length": config.max_seq_length,
-        "effective_batch": config.effective_batch,
-        "prompts_per_step": config.prompts_per_step,
-        "uv_lock": lock_digest(project / "uv.lock"),
-        "driver": gpu.driver if gpu else "none",
-        "precision": "bf16" if gpu else "fp32",
-    }, synchronous=True)  # fmt: skip
-    mlflow.set_tags({
-        "git_commit": git_commit(project),
-        "card": gpu.name if gpu else f"none ({platform.machine()}, {os.cpu_count()} cores)",
-        "python": platform.python_version(),
-        "run_dir": str(run_dir.resolve()),
-        **{f"version.{name}": importlib.metadata.version(name) for name in LIBRARIES},
-    }, synchronous=True)  # fmt: skip
-    return run.info.run_id
+    head, items, missing = journal.read(folder)
+    store = connect(project, head["experiment"])
+    client, run_id, new = mlflow.MlflowClient(), head["run_id"], ""
+    try:
+        client.get_run(run_id)
+    except Exception:
+        experiment = client.get_experiment_by_name(head["experiment"])
+        began = items[0]["time"] if items else None
+        run = client.create_run(experiment.experiment_id, start_time=began, run_name=head["run_name"])
+        run_id, missing, new = run.info.run_id, items, "new "
+    file = open(folder / journal.FILE, "a", buffering=1)
+    for i, item in enumerate(missing):
+        try:
+            journal.deliver(client, run_id, item)
+        except Exception as error:
+            raise Refused(f"{store}: {one_line(error)[:200]}; still to send: {journal.in_words(missing[i:])}") from None
+        file.write(json.dumps({"sent": item["n"]}) + "\n")
+    if not any(item["kind"] == "status" for item in items):
+        client.set_terminated(run_id, "KILLED")
+    return f"{store}, {new}run {run_id}: sent {journal.in_words(missing) or 'nothing, for it has all'}"
 
 
-def training_data(train_set, dropped: int, task: str) -> None:
-    """The problems that are trained on, as the run's input, and how many were dropped for their length."""
-    import mlflow
-
-    mlflow.log_input(mlflow.data.from_huggingface(train_set, name=Path(task).stem), context="training")
-    mlflow.log_params({"dropped_problems": dropped}, synchronous=True)
-
-
-def lock_digest(lock: Path) -> str:
-    """Which lock a run was made with: 12 hex digits of the file's SHA-256, or "nolock" where there is no file."""
-    if not lock.is_file():
-        return "nolock"
-    with lock.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:12]
+def own_store(project: Path) -> str:
+    """The store where MLFLOW_TRACKING_URI names none."""
+    return f"sqlite:///{project / 'mlflow.db'}"
 
 
 def git_commit(project: Path) -> str:
@@ -131,31 +299,13 @@ def git_commit(project: Path) -> str:
         return "none"
 
 
-def held_out(scores: dict, problems, texts, step: int) -> None:
-    """An evaluation's scores as metrics at `step`, its answers as a table."""
-    import mlflow
-
-    mlflow.log_metrics({f"held_out/{name}": value for name, value in scores.items()}, step=step, synchronous=True)
-    questions = [last_message(prompt) for prompt in problems["prompt"]]
-    table = {"step": [step] * len(texts), "prompt": questions, "completion": texts}
-    mlflow.log_table(table, "held_out.json")
-
-
-def loaded(model) -> None:
-    """What is known once the model is there: its resolved name, the trainable parameters, what vLLM made of its share."""
-    import mlflow
-
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    mlflow.log_params({"model": model.config._name_or_path, "trainable_parameters": trainable}, synchronous=True)
-    engine = getattr(model, "vllm_engine", None)
-    if engine is not None:
-        mlflow.log_params({f"vllm.{name}": v for name, v in engine_figures(engine).items()}, synchronous=True)
-
-
 def engine_figures(engine) -> dict:
     """What vLLM settled on, since it retries with less where memory is short: read from its config in vLLM 0.26.0."""
     config = engine.llm_engine.vllm_config
+    worker = engine.llm_engine.model_executor.driver_worker.worker
     return {
+        "max_model_len": config.model_config.max_model_len,
+        "kv_cache_gib": worker.available_kv_cache_memory_bytes / 2**30,
         "gpu_memory_utilization": config.cache_config.gpu_memory_utilization,
         "kv_cache_tokens": config.cache_config.num_gpu_blocks * config.cache_config.block_size,
         "max_num_seqs": config.scheduler_config.max_num_seqs,
@@ -163,61 +313,19 @@ def engine_figures(engine) -> dict:
     }
 
 
-def trainer_arguments(arguments) -> None:
-    """All of TRL's arguments as they stand after Unsloth and TRL have had their say, as an artifact."""
-    import mlflow
-
-    mlflow.log_dict({k: str(v) for k, v in arguments.to_dict().items()}, "trainer_arguments.json")
-
-
-def memory(peak) -> str:
-    """Log the peaks, and say them: torch's counter (its live tensors), and the whole card's, from NVML."""
-    import mlflow
-    import torch
-
-    if peak is None:
-        from progress import memory_gib
-
-        mlflow.log_metric("rss_peak_gib", memory_gib(None), synchronous=True)
-        return f"peak memory {memory_gib(None):.2f} GiB of RAM (no GPU, so no VRAM)"
-    torch_gib = torch.cuda.max_memory_allocated() / 2**30
-    mlflow.log_metrics({
-        "vram_peak_gib": torch_gib,
-        "vram_peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
-        "vram_peak_nvml_gib": peak.peak_gib,
-        "vram_before_nvml_gib": peak.start_gib,
-    }, synchronous=True)  # fmt: skip
-    return f"peak VRAM {torch_gib:.2f} GiB by torch, {peak.peak_gib:.2f} GiB on the card ({peak.start_gib:.2f} at the start)"
-
-
-def adapter(folder: Path) -> str:
-    """The adapter's files, under lora/; says the largest entry of its B matrices, which start at 0."""
-    import mlflow
-    from safetensors.torch import load_file
-
-    tensors = load_file(folder / "adapter_model.safetensors")
-    largest = max(float(tensor.abs().max()) for name, tensor in tensors.items() if "lora_B" in name)
-    mlflow.log_metric("adapter_largest_b", largest, synchronous=True)
-    mlflow.log_artifacts(str(folder), artifact_path="lora")
-    learned = f"largest entry of B {largest:.2g}" if largest else "B is all 0: nothing was learned, no group had spread"
-    return f"adapter: {folder.resolve()} ({learned})"
-
-
-def end(status: str, console) -> None:
-    """Close the run as FINISHED, FAILED or KILLED, once everything that was logged in the background has arrived."""
-    import mlflow
-
-    try:
-        if mlflow.active_run():
-            mlflow.flush_async_logging()
-            mlflow.end_run(status)
-    except Exception as error:  # what has been trained is on disk, whatever the store does
-        console.say(f"the record could not be closed as {status}: {one_line(error)}")
-
-
 def how_to_open(store: str, project: Path) -> str:
     """The command or address that shows the curves."""
     if store.startswith("http"):
         return store
-    default = store == f"sqlite:///{project / 'mlflow.db'}"
+    default = store == own_store(project)
     return f"cd {project} && uv run mlflow ui" if default else f"uv run mlflow ui --backend-store-uri {store}"
+
+
+if __name__ == "__main__":
+    try:
+        if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+            raise Refused("give the folder of one run: uv run python record.py outputs/RUN")
+        print(upload(Path(sys.argv[1]), Path(__file__).resolve().parent))
+    except Refused as refusal:
+        print(f"record.py: {refusal}", file=sys.stderr)
+        sys.exit(2)

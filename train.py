@@ -4,6 +4,7 @@
                                                  a CUDA GPU: Qwen3-4B in 4-bit, vLLM in the same process
     uv run python train.py --preset smollm2      the small model, also on a GPU
     uv run python train.py --task my_task.py     your own data set and rewards (the file is run as code)
+    uv run python train.py --resume-from-checkpoint last    go on with what was stopped
     uv run python train.py --help                every knob, with its unit and its reason
 
 The qwen3-4b preset is the chapter's config. Where it departs from the chapter, and why, stands in README.md.
@@ -16,16 +17,19 @@ import io
 import os
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Literal
 
+import adapter
+import checkpoints
 import checks
 import models
+import out_of_memory
 import record
-from console import Console
-from data import build_dataset, drop_long_prompts
-from gpu import PeakMemory, find_gpu, leave_process_group, make_room, vllm_arguments
+from console import Console, open_closed_streams
+from data import build_dataset, can_think, drop_long_prompts, in_order
+from gpu import PeakMemory, bounded_start, check_engine, find_gpu, leave_process_group, make_room, vllm_arguments
+from stopping import Stop, Stopped
 
 PROJECT = Path(__file__).resolve().parent
 
@@ -52,6 +56,8 @@ class Config:
     """Problems to draw training prompts from."""
     eval_problems: int = 64
     """Held-out problems, answered greedily before the first step and after the last; 0 skips both."""
+    eval_steps: int = 0
+    """Steps between further evaluations; the adapter that solves most is kept as best-adapter. 0 for none."""
     max_operand: int | None = None
     """Handed to the task's make_dataset: the largest number to add (None: the task's own, 999)."""
     worked_examples: int | None = None
@@ -144,8 +150,12 @@ class Config:
     """MLflow experiment."""
     output_dir: str = "outputs"
     """Each run makes a folder of its own in here: checkpoints, completions, log, adapter."""
+    resume_from_checkpoint: str | None = None
+    """Go on with a checkpoint, a run's folder, or `last`; the config is the checkpoint's, and flags given by hand win."""
     save_steps: int = 50
     """Steps between checkpoints."""
+    save_total_limit: int | None = 2
+    """Checkpoints that are kept, the latest ones (None: all)."""
     sample_steps: int = 10
     """Steps between samples on the screen and in the record; 0 for none."""
 
@@ -206,15 +216,21 @@ def read_config(arguments: list[str], gpu) -> Config:
         if on or word.replace("_", "-") == "--no-enable-thinking":
             arguments = [*arguments[:i], f"--enable-thinking={on}", *arguments[i + 1 :]]
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--preset", nargs="?")
-    preset = first.parse_known_args(arguments)[0].preset or ("smollm2" if gpu is None else "qwen3-4b")
+    for word in ("--preset", "--resume-from-checkpoint", "--output-dir"):
+        first.add_argument(word, word.replace("-", "_").replace("__", "--"), nargs="?")
+    first = first.parse_known_args(arguments)[0]
+    preset = first.preset or ("smollm2" if gpu is None else "qwen3-4b")
     default = PRESETS.get(preset, PRESETS["smollm2"])  # tyro refuses a preset that is none
     if gpu and preset == "smollm2":
         default = dataclasses.replace(default, fast_inference=True)
+    if wanted := first.resume_from_checkpoint:
+        folder = checkpoints.find(wanted, Path(first.output_dir or default.output_dir))
+        default = checkpoints.config_of(folder, default)
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
-            return tyro.cli(Config, args=arguments, default=default, prog="train.py")
+            config = tyro.cli(Config, args=arguments, default=default, prog="train.py")
+        return dataclasses.replace(config, resume_from_checkpoint=str(folder)) if wanted else config
     except SystemExit as stop:
         if not stop.code:
             raise
@@ -222,16 +238,18 @@ def read_config(arguments: list[str], gpu) -> Config:
     raise checks.Refused(" ".join(filter(None, lines)).partition(" For full helptext")[0].rstrip(".") + "; --help lists all")
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    """One run, from the command line's arguments. Raises Refused, or SystemExit with the code that README.md explains."""
     # config: everything that can be wrong is looked at before anything slow
     os.environ.update({**ENVIRONMENT, **os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})  # NVML counts cards in that order
     gpu, seen = find_gpu()
-    config = read_config(sys.argv[1:], gpu)
+    config = read_config(sys.argv[1:] if arguments is None else arguments, gpu)
     other = "smollm2 needs none" if config.preset == "qwen3-4b" else "qwen3-4b needs one with 16 GB and driver 580 or newer"
     print(f"preset {config.preset}: {seen}; {other}", flush=True)
     checks.check_config(config, gpu)
     checks.check_output_dir(Path(config.output_dir))
     models.check_model(config.model, config.load_in_4bit)
+    origin = checkpoints.origin_of(config) if config.resume_from_checkpoint else None
 
     # data: prompts for training, problems that training never sees, and rewards that pass their own examples
     task = checks.load_task(config.task)
@@ -243,71 +261,98 @@ def main() -> None:
     # record: one MLflow run holds all that follows, also how it went wrong
     store = record.connect(PROJECT, config.experiment)
     run_dir = Path(config.output_dir) / f"{config.run_name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    run_dir.mkdir(parents=True)
-    status = "FAILED"
-    with Console(run_dir / "train.log") as console:
+    run = record.Record(config, gpu, PROJECT, store, run_dir, origin)
+    peak = PeakMemory(gpu) if gpu else None
+    status, code = "FAILED", 1
+    with Stop() as stop, Console(run_dir / "train.log") as console:
+        stop.screen = console.kept[0]
         try:
-            run_id = record.start(config, gpu, PROJECT, run_dir)
-            train(config, gpu, task, train_set, held_out, run_dir, console)
-            status = "FINISHED"
-        except KeyboardInterrupt:
-            status = "KILLED"
-            raise
-        except checks.Refused:
-            raise
+            train(config, gpu, task, train_set, held_out, run_dir, console, run, peak, stop, origin)
+            status, code = "FINISHED", 0
+        except Stopped as stopped:
+            stop.caught = True
+            status, code = "KILLED", 128 + stopped.signum
+            console.say(f"stopped by {stopped}")
         except BaseException as error:
-            traceback.print_exc()  # into the log
-            console.say(f"failed: {type(error).__name__}: {checks.one_line(error)}")
+            stop.caught = True
+            console.log_failure(error)
+            explained = out_of_memory.explain(error, config, console.doing, out_of_memory.measure(gpu, peak, run.kv_cache_gib))
+            if isinstance(error, OSError) and not explained:
+                explained = f"--output-dir {config.output_dir}: make room there, or give a folder on another disk as well below"
+            run.failure(error, explained or "")
+            if isinstance(error, checks.Refused):
+                raise
+            console.say(f"failed in {console.doing}: {type(error).__name__}: {checks.one_line(error)}")
+            if explained:
+                console.say(explained)
             console.say(f"the whole story: {run_dir / 'train.log'}")
-            sys.exit(1)
         finally:
-            record.end(status, console)
+            stop.caught = True
+            missing = run.end(status)
+            if peak:
+                peak.stop()
             leave_process_group()
-        console.say(f"curves: {record.how_to_open(store, PROJECT)}, experiment {config.experiment}, run {run_id}")
+        if status != "FINISHED":
+            console.say(checkpoints.how_to_go_on(config, run_dir, PROJECT))
+        console.say(f"curves: {record.how_to_open(store, PROJECT)}, experiment {config.experiment}, run {run.run_id}")
+        if missing:
+            console.say(missing)
+            code = code or 3
+    if code:
+        sys.exit(code)
 
 
-def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console) -> None:
+def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console, run, peak, stop: Stop, origin) -> None:
     """Load, evaluate, train, save, evaluate what was saved."""
     # Unsloth comes first, since it patches what the others import
     console.say(f"loading {config.model}, a minute or two; the libraries talk to {run_dir / 'train.log'}")
-    peak = None
+    if origin:
+        differs = ", ".join(origin["changes"]) or "nothing"
+        console.say(f"going on from {config.resume_from_checkpoint}, with a changed config: {differs}")
+    console.doing = "loading the libraries"
     if gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu.cuda_name  # one process, one card
-        peak = PeakMemory(gpu)
     from unsloth import FastLanguageModel  # isort: skip
 
     import torch
     from transformers import AutoTokenizer, set_seed
     from trl import GRPOConfig, GRPOTrainer
 
-    from held_out import evaluate, in_words
+    from held_out import HeldOut
     from progress import Progress
 
+    stop.raise_if_asked()
     if gpu and not torch.cuda.is_available():
         raise checks.Refused(f"{gpu.name} is there, but torch cannot use it; CUDA_VISIBLE_DEVICES= trains on the CPU")
 
-    # data: problems with prompts that fit
+    # data: problems with prompts that fit, in the order of training
+    console.doing = "loading the model"
     name = models.resolve_model(config.model, config.load_in_4bit, gpu)
     tokenizer = AutoTokenizer.from_pretrained(name)
     drawn = len(train_set)
     train_set = drop_long_prompts(train_set, tokenizer, config, "training", config.prompts_per_step, console)
     if held_out:
         held_out = drop_long_prompts(held_out, tokenizer, config, "held-out", 1, console)
-    record.training_data(train_set, drawn - len(train_set), config.task)
+    run.training_data(train_set, drawn - len(train_set), config.task)
 
     # model: the frozen base, with vLLM beside it where wanted, and a LoRA on its seven projections
     vllm = {}
     if gpu:
+        torch.cuda.reset_peak_memory_stats()
         room_gib = make_room(config.vram_limit_gib, gpu, peak.start_gib)
         if config.fast_inference:
             vllm = vllm_arguments(config, name, gpu, room_gib, free_gib=torch.cuda.mem_get_info()[0] / 2**30)
-    model, tokenizer = FastLanguageModel.from_pretrained(
-        model_name=name,
-        max_seq_length=config.max_seq_length,
-        load_in_4bit=config.load_in_4bit,
-        dtype=torch.bfloat16 if gpu else torch.float32,
-        **vllm,
-    )
+    with bounded_start(console, run) if vllm else contextlib.nullcontext():
+        model, tokenizer = FastLanguageModel.from_pretrained(
+            model_name=name,
+            max_seq_length=config.max_seq_length,
+            load_in_4bit=config.load_in_4bit,
+            dtype=torch.bfloat16 if gpu else torch.float32,
+            **vllm,
+        )
+    if vllm:
+        check_engine(model.vllm_engine, config)
+    stop.raise_if_asked()
     model = FastLanguageModel.get_peft_model(
         model,
         r=config.lora_r,
@@ -318,36 +363,52 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
         use_gradient_checkpointing="unsloth" if config.gradient_checkpointing else False,
         random_state=config.seed,
     )
-    record.loaded(model)
+    run.loaded(model)
 
     # trainer: TRL's own, which Unsloth has patched to sample from the engine above
-    reward_names = [reward.__name__ for reward in task.REWARDS]
+    facts = checkpoints.facts_of_run(config, run.run_id, run_dir, origin)
+    evaluation = HeldOut(config, task, model, tokenizer, held_out, run_dir, run, console, facts) if held_out else None
+    progress = Progress(config, task, console, peak, run_dir, run, stop, facts, evaluation, can_think(config, tokenizer))
     trainer = GRPOTrainer(
         model=model,
         processing_class=tokenizer,
         reward_funcs=task.REWARDS,
         args=GRPOConfig(**grpo_arguments(config, run_dir, on_gpu=gpu is not None)),
-        train_dataset=train_set,
-        callbacks=[Progress(config, reward_names, console, peak, run_dir)],
+        train_dataset=in_order(train_set, config),
+        callbacks=[progress],
     )
-    record.trainer_arguments(trainer.args)
+    run.trainer_arguments(trainer.args)
 
     # training, between two evaluations on problems that it never sees; the second reads the adapter back from disk
     adapter_dir = run_dir / "final-adapter"
-    if held_out:
-        before, answers = evaluate(config, task, model, tokenizer, held_out)
-        record.held_out(before, held_out, answers, step=0)
-        console.say(f"held-out, before: {in_words(before)}")
+    if evaluation:
+        evaluation.before()
     set_seed(config.seed)
-    trainer.train()
-    model.save_pretrained(str(adapter_dir))
-    saved = record.adapter(adapter_dir)
-    if held_out:
-        after, answers = evaluate(config, task, model, tokenizer, held_out, adapter_dir)
-        record.held_out(after, held_out, answers, step=config.max_steps)
-        console.say(f"held-out, before: {in_words(before)}")
-        console.say(f"held-out, after:  {in_words(after)}")
-    console.say(record.memory(peak))
+    with stop.between_steps():
+        try:
+            trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+        except Stopped:  # said twice: at once
+            raise
+        except BaseException:
+            checkpoints.delete_unfinished(run_dir)
+            if trainer.state.global_step and (kept := adapter.save_somewhere(model, adapter_dir, console)):
+                console.say(f"adapter after step {trainer.state.global_step}: {kept.resolve()}")
+                run.adapter(kept)
+            raise
+        console.doing = "saving the adapter"
+        if adapter.save_somewhere(model, adapter_dir, console) != adapter_dir:
+            raise OSError(f"{adapter_dir} could not be written")
+        largest_b = adapter.check(adapter_dir, name, trainer.state.log_history, config.mask_truncated_completions)
+        run.adapter(adapter_dir)
+        run.metrics({"adapter_largest_b": largest_b})
+    learned = f"largest entry of B {largest_b:.2g}" if largest_b else "B is all 0: nothing was learned, no group had spread"
+    saved = f"adapter: {adapter_dir.resolve()} ({learned})"
+    if stop.asked:
+        console.say(saved)
+    stop.raise_if_asked()
+    if evaluation:
+        evaluation.after(trainer.state.global_step, adapter_dir)
+    console.say(run.memory(peak))
     console.say(saved)
 
 
@@ -360,7 +421,7 @@ def grpo_arguments(config: Config, run_dir: Path, on_gpu: bool) -> dict:
     return dict(
         output_dir=str(run_dir),
         run_name=config.run_name,
-        report_to="mlflow",
+        report_to="none",
         num_generations=config.num_generations,
         per_device_train_batch_size=config.per_device_train_batch_size,
         gradient_accumulation_steps=config.gradient_accumulation_steps,
@@ -396,6 +457,7 @@ def grpo_arguments(config: Config, run_dir: Path, on_gpu: bool) -> dict:
         gradient_checkpointing=config.gradient_checkpointing,
         seed=config.seed,
         data_seed=config.seed,
+        shuffle_dataset=False,
         torch_empty_cache_steps=None,
         logging_steps=1,
         save_steps=config.save_steps,
@@ -407,6 +469,7 @@ def grpo_arguments(config: Config, run_dir: Path, on_gpu: bool) -> dict:
 
 
 if __name__ == "__main__":
+    open_closed_streams()
     try:
         main()
     except checks.Refused as refusal:
@@ -415,3 +478,6 @@ if __name__ == "__main__":
     except KeyboardInterrupt:
         print("train.py: interrupted", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:  # --help | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -54,33 +55,46 @@ def small_run(tmp_path_factory):
     return SimpleNamespace(done=done, store=store, run_dir=run_dir, adapter_dir=run_dir / "final-adapter")
 
 
+class Server:
+    """A real `mlflow server` on loopback, with its database and artifacts in `folder`; it can be killed and started again."""
+
+    def __init__(self, folder, *arguments):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.folder, self.address = folder, f"http://127.0.0.1:{self.port}"
+        folder.mkdir(exist_ok=True)
+        self.command = [sys.executable, "-m", "mlflow", "server", "--port", str(self.port), "--workers", "1",
+                        "--backend-store-uri", f"sqlite:///{folder / 'server.db'}",
+                        *(arguments or ("--artifacts-destination", str(folder / "artifacts")))]  # fmt: skip
+        self.start()
+
+    def start(self):
+        with open(self.folder / "log", "w") as log:
+            env = {**ENVIRONMENT, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # 4 s less to start
+            self.process = subprocess.Popen(
+                self.command, cwd=self.folder, env=env, stdout=log, stderr=log, start_new_session=True
+            )
+        for _ in range(240):
+            try:
+                urllib.request.urlopen(f"{self.address}/health", timeout=1)
+                return
+            except OSError:
+                assert self.process.poll() is None, (self.folder / "log").read_text()
+                time.sleep(0.25)
+        pytest.fail((self.folder / "log").read_text())
+
+    def kill(self):
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(30)
+
+
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
     """A real `mlflow server` on loopback; yields its address."""
-    folder = tmp_path_factory.mktemp("server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "mlflow", "server", "--port", str(port), "--workers", "1",
-               "--backend-store-uri", f"sqlite:///{folder / 'server.db'}",
-               "--artifacts-destination", str(folder / "artifacts")]  # fmt: skip
-    with open(folder / "log", "w") as log:
-        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
-    address = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(240):
-            try:
-                urllib.request.urlopen(f"{address}/health", timeout=1)
-                break
-            except OSError:
-                assert process.poll() is None, (folder / "log").read_text()
-                time.sleep(0.25)
-        else:
-            pytest.fail((folder / "log").read_text())
-        yield address
-    finally:
-        process.terminate()
-        process.wait(30)
+    server = Server(tmp_path_factory.mktemp("server"))
+    yield server.address
+    server.kill()
 
 
 @pytest.fixture(scope="session")

@@ -3,13 +3,14 @@
 import dataclasses
 import json
 import textwrap
+from types import SimpleNamespace
 
 import pynvml
 import pytest
 
 from checks import Refused, check_gpu
 from conftest import refused, train
-from gpu import Gpu, engine_gib, find_gpu, vllm_arguments
+from gpu import Gpu, check_engine, engine_gib, find_gpu, vllm_arguments
 from train import PRESETS, read_config
 
 TASK = """
@@ -228,19 +229,21 @@ def qwen3_4b(tmp_path):
 
 def test_engine_holds_weights_adapter_and_cache(qwen3_4b):
     # 3.633 B weights in linear layers, 0.389 B in the tied embedding, 33 M in the adapter
-    assert engine_gib(qwen3_4b, False, 16, 2.5) == pytest.approx((4.0224e9 + 33.03e6) * 2 / 2**30 + 2.5 + 0.7, rel=1e-3)
-    in_4bit = (3.6333e9 * 4.125 / 8 + 0.3891e9 * 2 + 33.03e6 * 2) / 2**30 + 2.5 + 0.7
-    assert engine_gib(qwen3_4b, True, 16, 2.5) == pytest.approx(in_4bit, rel=1e-3)
+    fixed, token = engine_gib(qwen3_4b, False, 16)
+    assert fixed == pytest.approx((4.0224e9 + 33.03e6) * 2 / 2**30 + 0.7, rel=1e-3)
+    assert token == 36 * 2 * 8 * 128 * 2 / 2**30
+    in_4bit = (3.6333e9 * 4.125 / 8 + 0.3891e9 * 2 + 33.03e6 * 2) / 2**30 + 0.7
+    assert engine_gib(qwen3_4b, True, 16)[0] == pytest.approx(in_4bit, rel=1e-3)
     config = json.loads((qwen3_4b / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head", "layers.3.mlp"]}
     (qwen3_4b / "config.json").write_text(json.dumps(config))
     kept = 3 * 2560 * 9728 * (2 - 4.125 / 8) / 2**30
-    assert engine_gib(qwen3_4b, True, 16, 2.5) == pytest.approx(in_4bit + kept, rel=1e-3)
+    assert engine_gib(qwen3_4b, True, 16)[0] == pytest.approx(in_4bit + kept, rel=1e-3)
 
 
 def test_share_is_of_what_is_free_and_leaves_room_for_training(qwen3_4b):
     config = PRESETS["qwen3-4b"]
-    engine = engine_gib(qwen3_4b, True, 16, 2.5)
+    engine = engine_gib(qwen3_4b, True, 16)[0] + 2.5
     arguments = vllm_arguments(config, qwen3_4b, card(), room_gib=15.2, free_gib=15.2)
     assert arguments["gpu_memory_utilization"] == pytest.approx(engine / 15.2)
     assert (arguments["max_lora_rank"], arguments["max_num_seqs"]) == (16, 16)
@@ -257,6 +260,27 @@ def test_share_is_of_what_is_free_and_leaves_room_for_training(qwen3_4b):
         vllm_arguments(greedy, qwen3_4b, card(), room_gib=15.2, free_gib=15.2)
     with pytest.raises(Refused, match=r"vLLM takes 5\.\d GiB and training 2\.5, but 7\.5 are there: a smaller --kv-cache-gib"):
         vllm_arguments(config, qwen3_4b, card(), room_gib=7.5, free_gib=7.5)
+
+
+def test_share_too_small_for_one_sequence_is_refused_before_loading(qwen3_4b):
+    """vLLM by itself says so after loading twice. The chapter's 0.16 of 16 GB is such a share."""
+    config = dataclasses.replace(PRESETS["qwen3-4b"], gpu_memory_utilization=0.16)
+    words = (
+        r"--gpu-memory-utilization 0.16 is 2.5 GiB; weights, graphs and one sequence of 1024 tokens take 3.\d: at least 0.2\d,"
+    )
+    with pytest.raises(Refused, match=words):
+        vllm_arguments(config, qwen3_4b, card(), room_gib=15.2, free_gib=15.2)
+    config = dataclasses.replace(PRESETS["qwen3-4b"], kv_cache_gib=0.1)
+    with pytest.raises(Refused, match=r"--kv-cache-gib 0.1: one sequence of 1024 tokens takes 0.14: at least that"):
+        vllm_arguments(config, qwen3_4b, card(), room_gib=15.2, free_gib=15.2)
+
+
+@pytest.mark.parametrize("length", [256, 1023])
+def test_an_engine_cut_to_shorter_sequences_is_refused(length):
+    limits = SimpleNamespace(model_config=SimpleNamespace(max_model_len=length))
+    engine = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=limits))
+    with pytest.raises(Refused, match=rf"sequences of {length} tokens, and prompt and completion take 1024"):
+        check_engine(engine, PRESETS["qwen3-4b"])
 
 
 def test_preset_follows_the_card_and_the_word():

@@ -4,6 +4,7 @@ import os
 import statistics
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from mlflow.tracking import MlflowClient
@@ -23,6 +24,21 @@ def test_unsloth_names_its_own_copies():
     assert get_model_name("unsloth/Qwen3-4B", load_in_4bit=False) == "unsloth/Qwen3-4B"
 
 
+def script(folder, *arguments, **environment):
+    """Run train.py with the small model in a folder; returns its exit code and what it showed."""
+    command = [sys.executable, str(ROOT / "train.py"), "--preset", "smollm2", *map(str, arguments)]
+    env = {**os.environ, "MLFLOW_TRACKING_URI": f"sqlite:///{folder / 'mlflow.db'}", **environment}
+    with open(folder / "screen", "w") as screen:
+        done = subprocess.run(command, cwd=folder, stdout=screen, stderr=screen, env=env)
+    return done.returncode, (folder / "screen").read_text()
+
+
+def latest(folder):
+    """The record of the last run in a folder."""
+    client = MlflowClient(f"sqlite:///{folder / 'mlflow.db'}")
+    return client, client.search_runs([client.get_experiment_by_name("p7-grpo").experiment_id])[0]
+
+
 @pytest.fixture
 def empty_card():
     """vLLM takes what other processes allocate while it starts for its own."""
@@ -33,17 +49,10 @@ def empty_card():
 @pytest.mark.usefixtures("empty_card")
 def test_vllm_samples_from_the_updated_adapter(tmp_path):
     """The engine's log-probs agree with the trainer's policy to the last step, while the policy leaves the base model."""
-    store = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    command = [sys.executable, str(ROOT / "train.py"), "--preset", "smollm2", "--beta", "0.02",
-               "--vllm-importance-sampling-correction", "--vram-limit-gib", "10"]  # fmt: skip
-    with open(tmp_path / "screen", "w") as screen:
-        env = {**os.environ, "MLFLOW_TRACKING_URI": store}
-        done = subprocess.run(command, cwd=tmp_path, stdout=screen, stderr=screen, env=env)
-    said = (tmp_path / "screen").read_text()
-    assert done.returncode == 0, said
+    code, said = script(tmp_path, "--beta", 0.02, "--vllm-importance-sampling-correction", "--vram-limit-gib", 10)
+    assert code == 0, said
     assert "destroy_process_group" not in said
-    client = MlflowClient(store)
-    (run,) = client.search_runs([client.get_experiment_by_name("p7-grpo").experiment_id])
+    client, run = latest(tmp_path)
 
     def mean(name, steps):
         return statistics.mean(m.value for m in client.get_metric_history(run.info.run_id, name) if m.step in steps)
@@ -57,3 +66,47 @@ def test_vllm_samples_from_the_updated_adapter(tmp_path):
     assert metrics["vram_peak_gib"] <= metrics["vram_peak_reserved_gib"] < min(10, metrics["vram_peak_nvml_gib"])
     assert int(params["vllm.kv_cache_tokens"]) > 8 * 148 and params["vllm.max_num_seqs"] == "16"
     assert run.info.status == "FINISHED"
+
+
+@pytest.mark.usefixtures("empty_card")
+def test_sigterm_in_the_midst_of_generating_and_going_on(tmp_path):
+    """The vLLM engine finishes what it generates; the resumed run samples from the adapter of the checkpoint."""
+    task = Path(__file__).with_name("faulty_task.py")
+    arguments = ["--task", task, "--max-steps", 12, "--eval-problems", 0, "--vllm-importance-sampling-correction"]
+    code, said = script(tmp_path, *arguments, AT="5", DO="generating")
+    assert code == 143 and "step  6/12" in said and "step  7/12" not in said, said
+    client, first = latest(tmp_path)
+    assert first.info.status == "KILLED"
+    code, said = script(tmp_path, "--resume-from-checkpoint", "last")
+    assert code == 0 and "step  7/12" in said and "step  6/12" not in said, said
+    client, second = latest(tmp_path)
+    assert second.data.tags["resumed_from_run"] == first.info.run_id and second.info.status == "FINISHED"
+
+    def history(run, name):
+        return {m.step: m.value for m in client.get_metric_history(run.info.run_id, name)}
+
+    name = "sampling/sampling_logp_difference/mean"
+    # an engine that had stayed at the base model would be off by what six steps of 3e-4 have moved
+    assert max(history(second, name).values()) < 2 * max(history(first, name).values()) + 0.05
+    assert history(second, "reward")[7] > 0
+
+
+@pytest.mark.usefixtures("empty_card")
+def test_memory_that_runs_out_names_phase_holders_and_knobs(tmp_path):
+    """128 answers of 1,024 tokens take 3 GiB of KV cache, and the process may have 3 in all."""
+    code, said = script(tmp_path, "--no-fast-inference", "--vram-limit-gib", 3, "--num-generations", 128,
+                        "--per-device-train-batch-size", 128, "--max-completion-length", 1024, "--eval-problems", 0,
+                        "--temperature", 1.5)  # fmt: skip
+    assert code == 1 and "OutOfMemoryError" in said, said
+    assert "out of memory in " in said and "of 3.0 GiB in use" in said and "torch holds " in said, said
+    assert "what helps most: --" in said and "(now " in said, said
+    assert latest(tmp_path)[1].info.status == "FAILED"
+
+
+@pytest.mark.usefixtures("empty_card")
+def test_a_share_that_is_too_small_is_refused_before_the_engine_starts(tmp_path):
+    code, said = script(tmp_path, "--vram-limit-gib", 10, "--gpu-memory-utilization", 0.05)
+    assert code == 2 and "--gpu-memory-utilization 0.05 is 0.5 GiB; weights, graphs and one sequence of 148 tokens" in said, (
+        said
+    )
+    assert latest(tmp_path)[1].info.status == "FAILED"

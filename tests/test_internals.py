@@ -17,6 +17,9 @@ from train import PRESETS, grpo_arguments
         ("vllm", "config/cache.py", "\n    gpu_memory_utilization: float"),  # record.py, engine_figures
         ("vllm", "config/cache.py", "\n    num_gpu_blocks: int | None"),
         ("vllm", "config/cache.py", "\n    block_size: "),
+        ("vllm", "config/model.py", "\n    max_model_len: int"),
+        ("vllm", "v1/worker/gpu_worker.py", "self.available_kv_cache_memory_bytes = ("),
+        ("vllm", "v1/executor/uniproc_executor.py", "self.driver_worker = WorkerWrapperBase("),
         ("vllm", "config/scheduler.py", "\n    max_num_seqs: int"),
         ("vllm", "config/scheduler.py", "\n    max_num_batched_tokens: int"),
     ],

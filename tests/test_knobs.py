@@ -23,6 +23,7 @@ import task
 from checks import Refused
 from data import drop_long_prompts, encode
 from progress import Progress
+from stopping import Stop
 from train import PRESETS, Config, grpo_arguments
 
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
@@ -60,15 +61,18 @@ def run(folder, tmp_path, said):
         config = dataclasses.replace(TINY, sample_steps=0, **changes)
         model, tokenizer = FastLanguageModel.from_pretrained(str(folder), load_in_4bit=False, dtype=DTYPE)
         model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False)
-        arguments = {**grpo_arguments(config, tmp_path, on_gpu=ON_GPU), "report_to": "none", "save_strategy": "no"}
+        arguments = {**grpo_arguments(config, tmp_path, on_gpu=ON_GPU), "save_strategy": "no"}
         said.clear()
+        console, record = SimpleNamespace(say=said.append), SimpleNamespace(metrics=lambda logs, step: None)
+        rewards = SimpleNamespace(REWARDS=[length_reward], EXAMPLES=[{"rewards": [1.0]}])
+        progress = Progress(config, rewards, console, None, tmp_path, record, Stop(), {}, None, False)
         trainer = GRPOTrainer(
             model=model,
             processing_class=tokenizer,
             reward_funcs=[length_reward],
             args=GRPOConfig(**arguments),
             train_dataset=task.make_dataset(8, max_operand=20),
-            callbacks=[Progress(config, ["length_reward"], SimpleNamespace(say=said.append), None, tmp_path)],
+            callbacks=[progress],
         )
         trainer.train()
         return trainer, trainer.state.log_history[0]
@@ -161,7 +165,7 @@ def test_columns_that_a_reward_logs_do_not_disturb_the_samples(folder, tmp_path,
     config = dataclasses.replace(TINY, sample_steps=1)
     model, tokenizer = FastLanguageModel.from_pretrained(str(folder), load_in_4bit=False, dtype=DTYPE)
     model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False)
-    arguments = {**grpo_arguments(config, tmp_path, on_gpu=ON_GPU), "report_to": "none", "save_strategy": "no"}
+    arguments = {**grpo_arguments(config, tmp_path, on_gpu=ON_GPU), "save_strategy": "no"}
     progress = Progress(config, ["noting_reward"], SimpleNamespace(say=said.append), None, tmp_path)
     GRPOTrainer(model, noting_reward, GRPOConfig(**arguments), task.make_dataset(8, max_operand=20), None, tokenizer,
                 callbacks=[progress]).train()  # fmt: skip

@@ -226,20 +226,3 @@ def test_a_store_that_is_down_is_refused_in_seconds_without_its_password(uri, sh
 def test_a_store_without_a_scheme_is_refused(tmp_path):
     message = refused(cwd=tmp_path, MLFLOW_TRACKING_URI="127.0.0.1:5000")
     assert "MLFLOW_TRACKING_URI 127.0.0.1:5000: no scheme; http://127.0.0.1:5000 for a server" in message
-
-
-def test_a_failure_while_training_is_told_and_recorded(tmp_path):
-    """A reward that breaks only once training has begun: exit code 1, the cause on the screen, the run FAILED."""
-    (tmp_path / "my_task.py").write_text(
-        "from task import EXAMPLES, REWARDS, make_dataset\n"
-        "def fragile_reward(trainer_state, completions, **kwargs):\n"
-        "    return [1 / (len(completions) < 8) - 1.0] * len(completions)\n"
-        "EXAMPLES = [{'completion': '', 'rewards': [0.0]}]\n"
-        "REWARDS = [fragile_reward]\n"
-    )
-    done = train("--task", "my_task.py", "--max-steps", 1, "--eval-problems", 0, "--max-completion-length", 4, cwd=tmp_path)
-    assert done.code == 1 and "failed: ZeroDivisionError: division by zero" in done.stdout
-    (log,) = tmp_path.glob("outputs/*/train.log")
-    assert "Traceback" in log.read_text() and str(log.relative_to(tmp_path)) in done.stdout
-    _, run = find_run(f"sqlite:///{tmp_path / 'mlflow.db'}", "p7-grpo")
-    assert run.info.status == "FAILED"

@@ -1,0 +1,154 @@
+"""Checkpoints: whole or absent, and what a run needs to know to go on from one."""
+
+import dataclasses
+import json
+import os
+import shlex
+import shutil
+import zipfile
+from pathlib import Path
+
+import adapter
+from checks import Refused, digest, flag, one_line
+
+FACTS = "lab.json"
+WEIGHTS = "adapter_model.safetensors"
+PARTS = (WEIGHTS, "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", FACTS)
+# another base model, LoRA or optimizer cannot take over what the checkpoint holds
+FIXED = ("preset", "model", "load_in_4bit", "lora_r", "lora_alpha", "optim")
+
+
+def publish(written: Path, facts: dict, limit: int | None) -> Path:
+    """Move a checkpoint that the trainer has written into `checkpoints/` beside it; keep the last `limit` of those.
+
+    What lies in `checkpoints/` was written to its end, with `facts` (JSON) in it, and is on the disk.
+    """
+    from transformers.trainer_utils import rotate_checkpoints
+
+    folder = written.parent / "checkpoints" / written.name
+    folder.parent.mkdir(exist_ok=True)
+    (written / FACTS).write_text(json.dumps(facts, indent=1))
+    adapter.replace_folder(written, folder)
+    rotate_checkpoints(str(folder.parent), save_total_limit=limit)
+    return folder
+
+
+def step_of(folder: Path) -> int:
+    """The optimizer steps behind a checkpoint, from its name."""
+    number = folder.name.removeprefix("checkpoint-")
+    return int(number) if number.isdigit() else -1
+
+
+def last(run_dir: Path) -> Path | None:
+    """The last whole checkpoint of a run's folder."""
+    for folder in sorted((run_dir / "checkpoints").glob("checkpoint-*"), key=step_of, reverse=True):
+        if what_is_wrong(folder) is None:
+            return folder
+    return None
+
+
+def find(wanted: str, output_dir: Path) -> Path:
+    """The checkpoint meant by --resume-from-checkpoint: a checkpoint, a run's folder, or `last` of all runs."""
+    name = "--resume-from-checkpoint"
+    if wanted == "last":
+        found = [folder for run in output_dir.glob("*") if (folder := last(run))]
+        if not found:
+            raise Refused(f"{name} last: no whole checkpoint below {output_dir}; without the flag, a run starts anew")
+        return max(found, key=lambda folder: (folder / FACTS).stat().st_mtime)
+    folder = Path(wanted)
+    if not folder.is_dir():
+        near = [str(run) for run in output_dir.glob("*") if last(run)][-1:]
+        raise Refused(f"{name} {wanted}: no such folder; " + (f"there is {near[0]}, or say last" if near else "say last"))
+    if (folder / "checkpoints").is_dir() or not (folder / "trainer_state.json").is_file():
+        if found := last(folder):
+            return found
+        raise Refused(f"{name} {wanted}: no whole checkpoint in there; say last for the last one of all runs")
+    if wrong := what_is_wrong(folder):
+        before = last(folder.parent.parent if folder.parent.name == "checkpoints" else folder.parent)
+        other = f"the last whole one: {before}" if before else "there is no whole one beside it"
+        raise Refused(f"{name} {wanted}: not whole ({wrong}); {other}")
+    return folder
+
+
+def what_is_wrong(folder: Path) -> str | None:
+    """Why a folder is no whole checkpoint, or None; reads its table of contents, not its tensors."""
+    from safetensors import safe_open
+
+    if missing := [part for part in PARTS if not (folder / part).is_file()]:
+        return f"it lacks {', '.join(missing)}"
+    try:
+        safe_open(folder / WEIGHTS, framework="numpy")
+        for part in PARTS[1:4]:
+            if not zipfile.is_zipfile(folder / part):
+                return f"{part} is cut off"
+        for part in PARTS[4:]:
+            json.loads((folder / part).read_text())
+    except Exception as error:
+        return one_line(error)
+    return None
+
+
+def read_facts(folder: Path) -> dict:
+    """What the run that wrote a checkpoint put down in it, see `facts_of_run`."""
+    return json.loads((folder / FACTS).read_text())
+
+
+def facts_of_run(config, run_id: str, run_dir: Path, origin: dict | None) -> dict:
+    """What each checkpoint of a run holds beside the trainer's files; the held-out points go on from those of `origin`."""
+    earlier = origin or {"held_out": [], "best": None}
+    return {
+        "config": dataclasses.asdict(config),
+        "task_file": digest(Path(config.task)),
+        "run_id": run_id,
+        "run_dir": str(run_dir.resolve()),
+        "step": 0,
+        "held_out": earlier["held_out"],  # [step, scores]
+        "best": earlier["best"],  # step, name, score, folder
+    }
+
+
+def config_of(folder: Path, default):
+    """The config that a checkpoint was written with; a field that it does not know has the value of `default`."""
+    fields = {field.name for field in dataclasses.fields(default)}
+    return dataclasses.replace(default, **{k: v for k, v in read_facts(folder)["config"].items() if k in fields})
+
+
+def origin_of(config) -> dict:
+    """The facts of the checkpoint that `config` resumes from, with `changes`; refuses a change that it cannot bear."""
+    origin = read_facts(Path(config.resume_from_checkpoint))
+    return {**origin, "changes": changes(origin, dataclasses.asdict(config), digest(Path(config.task)))}
+
+
+def changes(origin: dict, config: dict, task_file: str) -> list[str]:
+    """What differs from the run that is gone on with, each as `name: old -> new`. Refuses what cannot differ."""
+    name, old = "--resume-from-checkpoint", origin["config"]
+    for field in FIXED:
+        if field in old and old[field] != config[field]:
+            raise Refused(f"{flag(field)} {config[field]}: the checkpoint is of {old[field]}; leave it away, or start anew")
+    if origin["step"] >= config["max_steps"]:
+        done = f"{origin['step']} of {config['max_steps']} steps are done"
+        raise Refused(
+            f"{name} {config['resume_from_checkpoint']}: finished, {done}; --max-steps {2 * origin['step']} adds as many"
+        )
+    differ = [f for f in config if f in old and old[f] != config[f] and f != "resume_from_checkpoint"]
+    found = [f"{field}: {old[field]} -> {config[field]}" for field in differ]
+    if origin["task_file"] != task_file:
+        found.append(f"the task's file: {origin['task_file']} -> {task_file}")
+    return found
+
+
+def delete_unfinished(run_dir: Path) -> None:
+    """Make room: remove what is left of a checkpoint that could not be written to its end."""
+    for folder in run_dir.glob("checkpoint-*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def how_to_go_on(config, run_dir: Path, project: Path) -> str:
+    """The command that resumes from the last checkpoint of a run, or from the one that it went on from itself."""
+    folder = last(run_dir) or config.resume_from_checkpoint
+    if folder is None:
+        return "no checkpoint was written yet: the same command starts anew"
+    if step_of(Path(folder)) >= config.max_steps:
+        return f"all {config.max_steps} steps are done: {folder}"
+    script = shlex.quote(os.path.relpath(project / "train.py"))
+    return f"go on with: uv run python {script} --resume-from-checkpoint {shlex.quote(str(folder))}"

@@ -1,0 +1,153 @@
+"""What a run records, on disk first and then in the MLflow store, which may be away for a while, or for good."""
+
+import contextlib
+import fcntl
+import json
+import queue
+import threading
+import time
+from pathlib import Path
+
+from checks import Refused, one_line
+
+FILE = "record.jsonl"
+SECONDS_BETWEEN_TRIES = 30
+
+
+class Journal(threading.Thread):
+    """Sends items in the background, in order, so that no step waits for the store.
+
+    `record.jsonl` in the run's folder gets a line for each item, {"n": 7, "kind": "metrics", ...}, before it is sent, and
+    {"sent": 7} once the store has it. The file is locked while the run goes on.
+    """
+
+    def __init__(self, folder: Path, client, run_id: str):
+        super().__init__(daemon=True)
+        self.client, self.run_id = client, run_id
+        self.file = open(folder / FILE, "a", buffering=1)
+        fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.writing = threading.Lock()
+        self.queue = queue.SimpleQueue()
+        self.count = 0
+        self.waiting = []  # not in the store yet
+        self.refused = []  # the store answers, but does not take these
+        self.next_try = 0.0
+        self.trouble = ""
+        self.start()
+
+    def put(self, kind: str, **item) -> None:
+        """Write an item down and have it sent; the kinds are those of `deliver`."""
+        item = {"n": self.count, "kind": kind, "time": int(time.time() * 1000), **item}
+        self.count += 1
+        self.write(item)
+        self.queue.put(item)
+
+    def write(self, line: dict) -> None:
+        try:
+            with self.writing:
+                self.file.write(json.dumps(line, default=str) + "\n")
+        except OSError as error:  # a full disk: it can still be sent
+            self.trouble = one_line(error)
+
+    def run(self):
+        while (item := self.queue.get()) is not None:
+            self.waiting.append(item)
+            self.send()
+        self.waiting, self.refused = self.refused + self.waiting, []
+        self.send()
+
+    def send(self) -> None:
+        """Send what waits, unless the store was found away less than half a minute ago."""
+        if time.monotonic() < self.next_try:
+            return
+        while self.waiting:
+            item = self.waiting[0]
+            try:
+                deliver(self.client, self.run_id, item)
+            except Exception as error:
+                self.trouble = one_line(error)
+                if not self.store_answers():
+                    self.next_try = time.monotonic() + SECONDS_BETWEEN_TRIES
+                    return
+                self.refused.append(item)
+            else:
+                self.write({"sent": item["n"]})
+            del self.waiting[0]
+
+    def store_answers(self) -> bool:
+        try:
+            self.client.get_run(self.run_id)
+        except Exception:
+            return False
+        return True
+
+    def close(self) -> list[dict]:
+        """Send the rest; returns the items that the store does not have."""
+        self.queue.put(None)
+        self.join()
+        with contextlib.suppress(OSError):  # the end of a line that the disk has no room for
+            self.file.close()
+        return self.refused + self.waiting
+
+
+def deliver(client, run_id: str, item: dict) -> None:
+    """Send one item with mlflow's MlflowClient; raises whatever the store says."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+
+    kind = item["kind"]
+    if kind == "metrics":
+        metrics = [Metric(name, value, item["time"], item["step"]) for name, value in item["values"].items()]
+        client.log_batch(run_id, metrics=metrics)
+    elif kind == "params":
+        client.log_batch(run_id, params=[Param(name, str(value)) for name, value in item["values"].items()])
+    elif kind == "tags":
+        client.log_batch(run_id, tags=[RunTag(name, str(value)) for name, value in item["values"].items()])
+    elif kind == "dataset":
+        tags = [InputTag("mlflow.data.context", item["context"])]
+        client.log_inputs(run_id, [DatasetInput(Dataset(**item["dataset"]), tags)])
+    elif kind == "table":
+        client.log_table(run_id, item["columns"], item["file"])
+    elif kind == "text":
+        client.log_text(run_id, item["text"], item["file"])
+    elif kind == "folder":
+        client.log_artifacts(run_id, item["path"], item["to"])
+    elif kind == "status":
+        client.set_terminated(run_id, item["status"], item["time"])
+    else:
+        raise ValueError(f"an item of kind {kind}, of which this version knows nothing")
+
+
+def in_words(items: list[dict]) -> str:
+    """What a list of items holds, for people: `metrics of steps 3 to 9, samples.json, lora, status FINISHED`."""
+    steps = [item["step"] for item in items if item["kind"] == "metrics"]
+    parts = [f"metrics of steps {min(steps)} to {max(steps)}"] if steps else []
+    names = {"params": "params", "tags": "tags", "dataset": "data set"}
+    for item in items:
+        parts.append(names.get(item["kind"]) or item.get("file") or item.get("to") or f"status {item.get('status')}")
+    return ", ".join(part for part in dict.fromkeys(parts) if part != "status None")
+
+
+def read(folder: Path) -> tuple[dict, list[dict], list[dict]]:
+    """A run's head (run_id, run_name, experiment), its items, and those of them that the store does not have.
+
+    Refuses a folder that is no run's, and a run that still goes on.
+    """
+    file = folder / FILE
+    if not file.is_file():
+        raise Refused(f"{folder}: no {FILE} in there; give the folder of a run, such as outputs/grpo-first-add-...")
+    with open(file) as lines:
+        try:
+            fcntl.flock(lines, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Refused(f"{folder}: this run still goes on, and sends by itself") from None
+        parsed = []
+        for line in lines:
+            try:
+                parsed.append(json.loads(line))
+            except ValueError:  # cut off by a full disk
+                continue
+    if not parsed or "run_id" not in parsed[0]:
+        raise Refused(f"{file}: its first line names no run; it was not written by this lab, or is not whole")
+    sent = {line["sent"] for line in parsed if "sent" in line}
+    items = [line for line in parsed if "kind" in line]
+    return parsed[0], items, [item for item in items if item["n"] not in sent]

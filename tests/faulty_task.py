@@ -1,0 +1,75 @@
+"""A task for noise: it pays for letters, which differ within a group also where nothing was learned, or for nothing at all.
+
+In the step named by AT, it does what DO says, each a thing that happens to real runs.
+"""
+
+import glob
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from task import make_dataset  # noqa: F401
+
+
+def letters_reward(completions, trainer_state, **kwargs):
+    texts = [completion[0]["content"] for completion in completions]
+    rewards = [sum(map(str.isalpha, text)) / 10 for text in texts]
+    if trainer_state.max_steps == 0 and len(texts) > 1 and "SCORES" in os.environ:  # an evaluation: so many are right
+        first, *rest = os.environ["SCORES"].split()
+        os.environ["SCORES"] = " ".join(rest)
+        return [float(i < int(first)) for i in range(len(texts))]
+    if str(trainer_state.global_step + 1) in os.environ.get("AT", "").split():
+        what, _, where = os.environ["DO"].partition(" ")
+        if what.startswith("SIG"):
+            for name in os.environ["DO"].split():
+                os.kill(os.getpid(), getattr(signal, name))
+        elif what == "generating":  # SIGTERM, once the next generation is under way
+            threading.Thread(target=stop_in_generation, args=(threading.get_ident(),), daemon=True).start()
+        elif what == "exit":
+            sys.exit("a reward that ends the process")
+        elif what == "infinite":
+            return [3e38] * len(texts)
+        elif what == "huge":
+            import torch
+
+            torch.empty(10**15)
+        elif what == "kill":
+            os.killpg(int(where), signal.SIGKILL)
+        elif what == "delete":
+            shutil.rmtree(glob.glob(where)[0])
+        elif what == "file":  # a file where a folder was: nothing can be written below it, not even by root
+            shutil.rmtree(where, ignore_errors=True)
+            Path(where).write_text("")
+        elif what == "fill":
+            with open(f"{where}/filler", "wb", buffering=0) as file:
+                for size in (2**20, 1):
+                    try:
+                        while file.write(b"x" * size):
+                            pass
+                    except OSError:
+                        pass
+        elif what == "read-only":
+            subprocess.run(["mount", "--bind", where, where], check=True)
+            subprocess.run(["mount", "-o", "remount,bind,ro", where], check=True)
+    return [0.0] * len(texts) if os.environ.get("PAY") == "nothing" and len(texts) > 1 else rewards
+
+
+def stop_in_generation(thread):
+    while True:
+        frame, names = sys._current_frames()[thread], set()
+        while frame:
+            names.add(frame.f_code.co_name)
+            frame = frame.f_back
+        if "_generate_single_turn" in names:
+            time.sleep(0.05)
+            return os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.001)
+
+
+REWARDS = [letters_reward]
+EXAMPLES = [{"completion": "a, b", "rewards": [0.2]}]
