@@ -137,11 +137,13 @@ class Record:
                 run = mlflow.start_run(run_name=config.run_name, nested=mlflow.active_run() is not None)
                 self.run_id = run.info.run_id
                 self.client.log_dict(self.run_id, params, "config.json")
-        except Exception as error:
+        except BaseException as error:
             if run:
                 with contextlib.suppress(Exception):
                     mlflow.end_run("FAILED")
                     self.client.delete_run(self.run_id)
+            if not isinstance(error, Exception):
+                raise
             raise Refused(
                 f"MLFLOW_TRACKING_URI {store}: takes {'no artifacts' if run else 'no runs'} ({one_line(error)[:200]}). A "
                 "server that does: uv run mlflow server --artifacts-destination ./mlartifacts"

@@ -10,10 +10,8 @@
 The qwen3-4b preset is the chapter's config. Where it departs from the chapter, and why, stands in README.md.
 """
 
-import argparse
 import contextlib
 import dataclasses
-import io
 import os
 import sys
 import time
@@ -23,6 +21,7 @@ from typing import Literal
 import adapter
 import checkpoints
 import checks
+import command_line
 import models
 import out_of_memory
 import record
@@ -206,44 +205,12 @@ PRESETS = {
 }
 
 
-def read_config(arguments: list[str], gpu) -> Config:
-    """The preset's values with the command line's on top. Raises Refused, in tyro's words, for what is no config."""
-    import tyro
-
-    # a switch with three states, which tyro has no pair of flags for
-    for i, word in enumerate(arguments):
-        on = word.replace("_", "-") == "--enable-thinking" and arguments[i + 1 : i + 2] not in (["True"], ["False"], ["None"])
-        if on or word.replace("_", "-") == "--no-enable-thinking":
-            arguments = [*arguments[:i], f"--enable-thinking={on}", *arguments[i + 1 :]]
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for word in ("--preset", "--resume-from-checkpoint", "--output-dir"):
-        first.add_argument(word, word.replace("-", "_").replace("__", "--"), nargs="?")
-    first = first.parse_known_args(arguments)[0]
-    preset = first.preset or ("smollm2" if gpu is None else "qwen3-4b")
-    default = PRESETS.get(preset, PRESETS["smollm2"])  # tyro refuses a preset that is none
-    if gpu and preset == "smollm2":
-        default = dataclasses.replace(default, fast_inference=True)
-    if wanted := first.resume_from_checkpoint:
-        folder = checkpoints.find(wanted, Path(first.output_dir or default.output_dir))
-        default = checkpoints.config_of(folder, default)
-    box = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(box):
-            config = tyro.cli(Config, args=arguments, default=default, prog="train.py")
-        return dataclasses.replace(config, resume_from_checkpoint=str(folder)) if wanted else config
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-    lines = [line.strip("│╭╮╰╯─ ") for line in box.getvalue().splitlines()[1:]]  # the first one is the box's title
-    raise checks.Refused(" ".join(filter(None, lines)).partition(" For full helptext")[0].rstrip(".") + "; --help lists all")
-
-
 def main(arguments: list[str] | None = None) -> None:
     """One run, from the command line's arguments. Raises Refused, or SystemExit with the code that README.md explains."""
     # config: everything that can be wrong is looked at before anything slow
     os.environ.update({**ENVIRONMENT, **os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})  # NVML counts cards in that order
     gpu, seen = find_gpu()
-    config = read_config(sys.argv[1:] if arguments is None else arguments, gpu)
+    config = command_line.parse(Config, PRESETS, sys.argv[1:] if arguments is None else arguments, gpu)
     other = "smollm2 needs none" if config.preset == "qwen3-4b" else "qwen3-4b needs one with 16 GB and driver 580 or newer"
     print(f"preset {config.preset}: {seen}; {other}", flush=True)
     checks.check_config(config, gpu)
@@ -261,45 +228,52 @@ def main(arguments: list[str] | None = None) -> None:
     # record: one MLflow run holds all that follows, also how it went wrong
     store = record.connect(PROJECT, config.experiment)
     run_dir = Path(config.output_dir) / f"{config.run_name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    run = record.Record(config, gpu, PROJECT, store, run_dir, origin)
-    peak = PeakMemory(gpu) if gpu else None
-    status, code = "FAILED", 1
-    with Stop() as stop, Console(run_dir / "train.log") as console:
-        stop.screen = console.kept[0]
-        try:
-            train(config, gpu, task, train_set, held_out, run_dir, console, run, peak, stop, origin)
-            status, code = "FINISHED", 0
-        except Stopped as stopped:
-            stop.caught = True
-            status, code = "KILLED", 128 + stopped.signum
-            console.say(f"stopped by {stopped}")
-        except BaseException as error:
-            stop.caught = True
-            console.log_failure(error)
-            explained = out_of_memory.explain(error, config, console.doing, out_of_memory.measure(gpu, peak, run.kv_cache_gib))
-            if isinstance(error, OSError) and not explained:
-                explained = f"--output-dir {config.output_dir}: make room there, or give a folder on another disk as well below"
-            run.failure(error, explained or "")
-            if isinstance(error, checks.Refused):
-                raise
-            console.say(f"failed in {console.doing}: {type(error).__name__}: {checks.one_line(error)}")
-            if explained:
-                console.say(explained)
-            console.say(f"the whole story: {run_dir / 'train.log'}")
-        finally:
-            stop.caught = True
-            missing = run.end(status)
-            if peak:
-                peak.stop()
-            leave_process_group()
-        if status != "FINISHED":
-            console.say(checkpoints.how_to_go_on(config, run_dir, PROJECT))
-        console.say(f"curves: {record.how_to_open(store, PROJECT)}, experiment {config.experiment}, run {run.run_id}")
-        if missing:
-            console.say(missing)
-            code = code or 3
+    with Stop() as stop:
+        run = record.Record(config, gpu, PROJECT, store, run_dir, origin)
+        peak = PeakMemory(gpu) if gpu else None
+        status, code = "FAILED", 1
+        with Console(run_dir / "train.log") as console:
+            stop.screen = console.kept[0]
+            try:
+                train(config, gpu, task, train_set, held_out, run_dir, console, run, peak, stop, origin)
+                status, code = "FINISHED", 0
+            except BaseException as error:
+                stop.caught = True
+                if isinstance(error, Stopped):
+                    status, code = "KILLED", 128 + error.signum
+                    console.say(f"stopped by {error}")
+                else:
+                    explain(error, config, out_of_memory.measure(gpu, peak, run.kv_cache_gib), run, console)
+                if isinstance(error, checks.Refused):
+                    raise
+            finally:
+                stop.caught = True
+                missing = run.end(status)
+                if peak:
+                    peak.stop()
+                leave_process_group()
+            if status != "FINISHED":
+                console.say(checkpoints.how_to_go_on(config, run_dir, PROJECT))
+            console.say(f"curves: {record.how_to_open(store, PROJECT)}, experiment {config.experiment}, run {run.run_id}")
+            if missing:
+                console.say(missing)
+                code = code or 3
     if code:
         sys.exit(code)
+
+
+def explain(error: BaseException, config: Config, memory, run, console) -> None:
+    """Put down why a run failed, in the log and the record, and say it."""
+    console.log_failure(error)
+    explained = out_of_memory.explain(error, config, console.doing, memory)
+    if isinstance(error, OSError) and not explained:
+        explained = f"--output-dir {config.output_dir}: make room there, or add a folder on another disk to the command below"
+    run.failure(error, explained or "")
+    if not isinstance(error, checks.Refused):
+        console.say(f"failed in {console.doing}: {type(error).__name__}: {checks.one_line(error)}")
+        if explained:
+            console.say(explained)
+        console.say(f"the whole story: {run.run_dir / 'train.log'}")
 
 
 def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console, run, peak, stop: Stop, origin) -> None:
@@ -307,8 +281,7 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     # Unsloth comes first, since it patches what the others import
     console.say(f"loading {config.model}, a minute or two; the libraries talk to {run_dir / 'train.log'}")
     if origin:
-        differs = ", ".join(origin["changes"]) or "nothing"
-        console.say(f"going on from {config.resume_from_checkpoint}, with a changed config: {differs}")
+        console.say(f"going on from {config.resume_from_checkpoint}; changed: {', '.join(origin['changes']) or 'nothing'}")
     console.doing = "loading the libraries"
     if gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu.cuda_name  # one process, one card
@@ -402,21 +375,18 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
         run.adapter(adapter_dir)
         run.metrics({"adapter_largest_b": largest_b})
     learned = f"largest entry of B {largest_b:.2g}" if largest_b else "B is all 0: nothing was learned, no group had spread"
-    saved = f"adapter: {adapter_dir.resolve()} ({learned})"
-    if stop.asked:
-        console.say(saved)
+    console.say(f"adapter: {adapter_dir.resolve()} ({learned})")
     stop.raise_if_asked()
     if evaluation:
         evaluation.after(trainer.state.global_step, adapter_dir)
     console.say(run.memory(peak))
-    console.say(saved)
 
 
 def grpo_arguments(config: Config, run_dir: Path, on_gpu: bool) -> dict:
     """TRL's arguments, every one that matters: Unsloth's defaults differ from TRL's, and on a GPU from those on a CPU.
 
-    Unsloth's mini batch is a number of passes, and by itself follows from the whole card's free memory: one completion in
-    a pass keeps memory where it is when the batch grows.
+    On a GPU Unsloth packs the completions of a batch into one pass. Where that is too much it goes back to mini batches, a
+    number of passes, which by itself follows from the whole card's free memory: here there is one completion in each.
     """
     return dict(
         output_dir=str(run_dir),
@@ -475,9 +445,9 @@ if __name__ == "__main__":
     except checks.Refused as refusal:
         print(f"train.py: {refusal}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("train.py: interrupted", file=sys.stderr)
-        sys.exit(130)
+    except (KeyboardInterrupt, Stopped) as stopped:
+        print("train.py: stopped before training", file=sys.stderr)
+        sys.exit(128 + getattr(stopped, "signum", 2))
     except BrokenPipeError:  # --help | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(1)

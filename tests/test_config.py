@@ -2,16 +2,19 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 import textwrap
 from types import SimpleNamespace
 
 import pynvml
 import pytest
 
+import command_line
 from checks import Refused, check_gpu
-from conftest import refused, train
+from conftest import ROOT, refused, train
 from gpu import Gpu, check_engine, engine_gib, find_gpu, vllm_arguments
-from train import PRESETS, read_config
+from train import PRESETS, Config
 
 TASK = """
 from task import EXAMPLES, make_dataset
@@ -52,6 +55,11 @@ def test_help_is_quick_and_names_the_knobs(tmp_path):
         ("--seed 99999999999", ["--seed 99999999999", "4294967296"]),
         ("--sample-steps -1", ["--sample-steps -1"]),
         ("--worked-examples -1", ["--worked-examples -1"]),
+        (f"--run-name {'x' * 300}", ["--run-name of 300 bytes", "at most 200"]),
+        ("--save-total-limit 0", ["--save-total-limit 0", "at least 1"]),
+        ("--eval-steps 5 --eval-problems 0", ["--eval-steps 5", "--eval-problems 0"]),
+        ("--resume-from-checkpoint last", ["--resume-from-checkpoint last", "no whole checkpoint below outputs"]),
+        ("--resume_from_checkpoint=nowhere", ["--resume-from-checkpoint nowhere", "no such folder"]),
         ("--lora-r 1024", ["--lora-r 1024", "512"]),
         ("--loss-type luspo", ["--loss-type luspo", "--importance-sampling-level sequence"]),
         ("--loss-type cispo", ["--loss-type cispo", "--epsilon-high 5"]),
@@ -73,6 +81,12 @@ def test_config_is_refused_at_once(arguments, words, tmp_path):
     message = refused(*arguments.split(), cwd=tmp_path)
     for word in words:
         assert word in message
+
+
+def test_help_into_a_pipe_that_closes(tmp_path):
+    shell = f'"{sys.executable}" "{ROOT / "train.py"}" --help | head -1'
+    done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.startswith("usage: train.py") and done.stderr == ""
 
 
 def test_a_wrong_config_comes_back_before_any_heavy_import(tmp_path):
@@ -281,6 +295,10 @@ def test_an_engine_cut_to_shorter_sequences_is_refused(length):
     engine = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=limits))
     with pytest.raises(Refused, match=rf"sequences of {length} tokens, and prompt and completion take 1024"):
         check_engine(engine, PRESETS["qwen3-4b"])
+
+
+def read_config(arguments, gpu):
+    return command_line.parse(Config, PRESETS, arguments, gpu)
 
 
 def test_preset_follows_the_card_and_the_word():

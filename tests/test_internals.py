@@ -31,7 +31,7 @@ def test_the_library_is_as_it_was_read(package, file, text):
 
 
 def test_a_pass_holds_one_completion_however_large_the_batch(tmp_path):
-    """Unsloth's mini batch is the number of passes: the rows in one are the batch over that number, see above."""
+    """Where Unsloth does not pack: its mini batch is the number of passes, the rows in one are the batch over that."""
     for batch, steps in ((8, 1), (2, 32)):
         config = dataclasses.replace(PRESETS["qwen3-4b"], per_device_train_batch_size=batch, gradient_accumulation_steps=steps)
         arguments = grpo_arguments(config, tmp_path, on_gpu=True)

@@ -38,10 +38,10 @@ def test_screen_shows_one_line_a_step_and_no_chatter(small_run):
     pattern = rf"step (\d)/2  {rewards}  \d+ tok/s  {number} s  {number} GiB  eta \d+:\d\d"
     assert [re.fullmatch(pattern, line)[1] for line in steps] == ["1", "2"]
     assert sum(line.startswith("    'What is ") for line in lines) == 4  # two samples after each step
-    assert re.fullmatch(rf"held-out, before: correctness {number}  format {number}  \(\d+ s\)", lines[-5])
-    assert re.fullmatch(rf"held-out, after:  correctness {number}  format {number}  \(\d+ s\)", lines[-4])
-    assert re.fullmatch(rf"peak memory {number} GiB of RAM \(no GPU, so no VRAM\)", lines[-3])
-    assert re.fullmatch(r"adapter: (.+) \(largest entry of B 0\.\d+\)", lines[-2])[1] == str(small_run.adapter_dir.resolve())
+    assert re.fullmatch(r"adapter: (.+) \(largest entry of B 0\.\d+\)", lines[-5])[1] == str(small_run.adapter_dir.resolve())
+    assert re.fullmatch(rf"held-out, before: correctness {number}  format {number}  \(\d+ s\)", lines[-4])
+    assert re.fullmatch(rf"held-out, after:  correctness {number}  format {number}  \(\d+ s\)", lines[-3])
+    assert re.fullmatch(rf"peak memory {number} GiB of RAM \(no GPU, so no VRAM\)", lines[-2])
     assert lines[-1].startswith(f"curves: uv run mlflow ui --backend-store-uri {small_run.store}")
     assert len(lines) == len(steps) + 4 + 8 and small_run.done.stderr == ""
 

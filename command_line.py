@@ -1,0 +1,43 @@
+"""The command line: a preset's values, or a checkpoint's, with the flags given by hand on top."""
+
+import argparse
+import contextlib
+import dataclasses
+import io
+from pathlib import Path
+
+import checkpoints
+from checks import Refused
+
+
+def parse(config_class, presets: dict, arguments: list[str], gpu):
+    """The config of a run. Raises Refused, in tyro's words, for what is none, and for a checkpoint that cannot be found."""
+    import tyro
+
+    # a switch with three states, which tyro has no pair of flags for
+    for i, word in enumerate(arguments):
+        on = word.replace("_", "-") == "--enable-thinking" and arguments[i + 1 : i + 2] not in (["True"], ["False"], ["None"])
+        if on or word.replace("_", "-") == "--no-enable-thinking":
+            arguments = [*arguments[:i], f"--enable-thinking={on}", *arguments[i + 1 :]]
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--preset", nargs="?")
+    first.add_argument("--output-dir", "--output_dir", nargs="?")
+    first.add_argument("--resume-from-checkpoint", "--resume_from_checkpoint", nargs="?")
+    first = first.parse_known_args(arguments)[0]
+    preset = first.preset or ("smollm2" if gpu is None else "qwen3-4b")
+    default = presets.get(preset, presets["smollm2"])  # tyro refuses a preset that is none
+    if gpu and preset == "smollm2":
+        default = dataclasses.replace(default, fast_inference=True)
+    if wanted := first.resume_from_checkpoint:
+        folder = checkpoints.find(wanted, Path(first.output_dir or default.output_dir))
+        default = checkpoints.config_of(folder, default)
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            config = tyro.cli(config_class, args=arguments, default=default, prog="train.py")
+        return dataclasses.replace(config, resume_from_checkpoint=str(folder)) if wanted else config
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+    lines = [line.strip("│╭╮╰╯─ ") for line in box.getvalue().splitlines()[1:]]  # the first one is the box's title
+    raise Refused(" ".join(filter(None, lines)).partition(" For full helptext")[0].rstrip(".") + "; --help lists all")
