@@ -1,6 +1,7 @@
 """The trained adapter: saved aside and renamed, elsewhere where its disk is full, and looked at afterwards."""
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ class BadAdapter(Exception):
 
 def replace_folder(aside: Path, folder: Path) -> None:
     """Put `aside` in the place of `folder`, which has either its old content or its new one, or for an instant neither."""
-    for file in aside.iterdir():
+    for file in filter(Path.is_file, aside.rglob("*")):
         with open(file, "rb") as content:
             os.fsync(content.fileno())
     old = folder.with_name(f".{folder.name}-old")
@@ -24,6 +25,9 @@ def replace_folder(aside: Path, folder: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.replace(folder, old)
     os.replace(aside, folder)
+    parent = os.open(folder.parent, os.O_RDONLY)
+    os.fsync(parent)
+    os.close(parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -40,12 +44,14 @@ def save(model, folder: Path) -> None:
 def save_somewhere(model, folder: Path, console) -> Path | None:
     """Save to `folder`, or where that fails to the first place with room, saying what failed; None where there is none."""
     name = f"{folder.parent.name}-{folder.name}"
-    for place in (folder, Path.cwd() / name, Path.home() / name, Path(tempfile.gettempdir()) / name, Path("/dev/shm") / name):
+    elsewhere = (Path.cwd, Path.home, lambda: Path(tempfile.gettempdir()), lambda: Path("/dev/shm"))
+    for place in (None, *elsewhere):
         try:
-            save(model, place)
-            return place
+            kept = place() / name if place else folder  # there may be no working folder any more, and no home
+            save(model, kept)
+            return kept
         except Exception as error:  # OSError, or what safetensors makes of one
-            console.say(f"the adapter cannot be saved in {place.parent}: {one_line(error)}")
+            console.say(f"adapter not saved: {one_line(error)}")
     return None
 
 
@@ -77,14 +83,24 @@ def check(folder: Path, base: str, history: list[dict], masked: bool) -> float:
     return largest
 
 
+def disk_trouble(error: BaseException) -> bool:
+    """Whether a disk was full, read-only or gone: an errno, or its text in what safetensors, torch and pandas make of one."""
+    texts = ("No space left", "Read-only file system", "Disk quota", "non-existent directory", "file write failed")
+    while error is not None:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EROFS, errno.EDQUOT) or any(t in str(error) for t in texts):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def steps_that_should_have_moved(history: list[dict], masked: bool) -> list[int]:
-    """Steps with a group whose rewards differ, and a learning rate; where `masked`, with an answer that is not cut off."""
+    """Steps with a group whose rewards differ, and a learning rate; where `masked`, only steps with no answer cut off."""
     return [
         log["step"]
         for log in history
         if is_below_1(log.get("frac_reward_zero_std"))
         and (log.get("learning_rate") or 0) > 0
-        and (not masked or is_below_1(log.get("completions/clipped_ratio")))
+        and not (masked and log.get("completions/clipped_ratio"))
     ]
 
 

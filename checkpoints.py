@@ -9,12 +9,16 @@ import zipfile
 from pathlib import Path
 
 import adapter
+import journal
 from checks import Refused, digest, flag, one_line
 
 FACTS = "lab.json"
+BEST = "best.json"  # in best-adapter/
 WEIGHTS = "adapter_model.safetensors"
 PARTS = (WEIGHTS, "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", FACTS)
 # another base model, LoRA or optimizer cannot take over what the checkpoint holds
+# with one of these, held-out points are of other problems
+PROBLEMS = ("task", "the task's file", "eval_problems", "seed", "max_operand", "worked_examples", "system")
 FIXED = ("preset", "model", "load_in_4bit", "lora_r", "lora_alpha", "optim")
 
 
@@ -96,6 +100,10 @@ def read_facts(folder: Path) -> dict:
 def facts_of_run(config, run_id: str, run_dir: Path, origin: dict | None) -> dict:
     """What each checkpoint of a run holds beside the trainer's files; the held-out points go on from those of `origin`."""
     earlier = origin or {"held_out": [], "best": None}
+    if origin and {change.partition(": ")[0] for change in origin["changes"]} & set(PROBLEMS):
+        earlier = {"held_out": [], "best": None}
+    elif origin and (newer := Path(origin["run_dir"]) / "best-adapter" / BEST).is_file():
+        earlier = {**origin, "best": json.loads(newer.read_text())}  # it may have been written after the checkpoint
     return {
         "config": dataclasses.asdict(config),
         "task_file": digest(Path(config.task)),
@@ -125,7 +133,12 @@ def changes(origin: dict, config: dict, task_file: str) -> list[str]:
     for field in FIXED:
         if field in old and old[field] != config[field]:
             raise Refused(f"{flag(field)} {config[field]}: the checkpoint is of {old[field]}; leave it away, or start anew")
-    if origin["step"] >= config["max_steps"]:
+    if origin["step"] % config["num_iterations"]:
+        raise Refused(
+            f"{name} {config['resume_from_checkpoint']}: step {origin['step']} lies within a rollout of "
+            f"{config['num_iterations']} steps (--num-iterations), whose completions are not kept; start anew"
+        )
+    if origin["step"] >= config["max_steps"] and ended_well(Path(origin["run_dir"])):
         done = f"{origin['step']} of {config['max_steps']} steps are done"
         raise Refused(
             f"{name} {config['resume_from_checkpoint']}: finished, {done}; --max-steps {2 * origin['step']} adds as many"
@@ -135,6 +148,15 @@ def changes(origin: dict, config: dict, task_file: str) -> list[str]:
     if origin["task_file"] != task_file:
         found.append(f"the task's file: {origin['task_file']} -> {task_file}")
     return found
+
+
+def ended_well(run_dir: Path) -> bool:
+    """Whether a run was FINISHED, and not stopped between its last step and the evaluation; also where nobody can say."""
+    try:
+        items = journal.read(run_dir)[2]
+    except Refused:
+        return True
+    return "FINISHED" in [item["status"] for item in items if item["kind"] == "status"]
 
 
 def delete_unfinished(run_dir: Path) -> None:
@@ -148,7 +170,8 @@ def how_to_go_on(config, run_dir: Path, project: Path) -> str:
     folder = last(run_dir) or config.resume_from_checkpoint
     if folder is None:
         return "no checkpoint was written yet: the same command starts anew"
-    if step_of(Path(folder)) >= config.max_steps:
-        return f"all {config.max_steps} steps are done: {folder}"
-    script = shlex.quote(os.path.relpath(project / "train.py"))
+    try:
+        script = shlex.quote(os.path.relpath(project / "train.py"))
+    except OSError:  # the working folder is gone
+        script = shlex.quote(str(project / "train.py"))
     return f"go on with: uv run python {script} --resume-from-checkpoint {shlex.quote(str(folder))}"

@@ -32,7 +32,7 @@ def check_config(config, gpu) -> None:
                  "sample_steps", "eval_steps", "max_operand", "worked_examples"):  # fmt: skip
         if getattr(config, name) is not None and not 0 <= getattr(config, name) < math.inf:
             raise Refused(f"{flag(name)} {getattr(config, name)}: must be 0 or a positive number")
-    for name in ("temperature", "epsilon", "epsilon_high", "kv_cache_gib", "vram_limit_gib"):
+    for name in ("temperature", "epsilon", "epsilon_high", "kv_cache_gib", "vram_limit_gib", "vllm_start_timeout"):
         if getattr(config, name) is not None and not 0 < getattr(config, name) < math.inf:
             raise Refused(f"{flag(name)} {getattr(config, name)}: must be a positive number")
     for name in ("top_p", "gpu_memory_utilization"):

@@ -166,15 +166,15 @@ def vllm_arguments(config, model: str, gpu: Gpu, room_gib: float, free_gib: floa
 
 
 @contextlib.contextmanager
-def bounded_start(console, run, seconds: float = 600):
+def bounded_start(console, run, seconds: float):
     """Loading the model with vLLM, 190 s from cold caches on an H200: after `seconds`, the run is closed as FAILED and ends."""
 
     def give_up():
-        text = f"vLLM has not started within {seconds:.0f} s: try again, or --no-fast-inference"
+        text = f"vLLM has not started within {seconds:g} s (--vllm-start-timeout); try again, or --no-fast-inference"
         console.say(f"failed in {console.doing}: {text}")
         console.say(f"where it hangs: {run.run_dir / 'train.log'}")
         run.failure(TimeoutError(text), "")
-        run.end("FAILED")
+        run.end("FAILED", console.say)
 
     with time_limit(seconds, give_up):
         yield

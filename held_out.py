@@ -1,11 +1,14 @@
 """Held-out problems, answered greedily and scored with the task's own rewards. Import it after unsloth."""
 
+import json
 import shutil
 import time
+from pathlib import Path
 
 import torch
 
 import adapter
+import checkpoints
 from checks import call_reward
 from data import encode
 
@@ -48,6 +51,8 @@ class HeldOut:
             self.keep(step, scores, folder)
             best = self.facts["best"]
             self.console.say(f"best adapter: step {best['step']}, {best['name']} {best['score']:.3f}: {best['folder']}")
+            if Path(best["folder"]).is_dir():
+                self.record.adapter(Path(best["folder"]), to="lora-best")
 
     def point(self, step: int, folder) -> dict[str, float]:
         scores, answers = evaluate(self.config, self.task, self.model, self.tokenizer, self.problems, folder)
@@ -64,8 +69,9 @@ class HeldOut:
         aside, best_dir = self.run_dir / ".best-adapter", self.run_dir / "best-adapter"
         shutil.rmtree(aside, ignore_errors=True)
         shutil.copytree(folder, aside)
-        adapter.replace_folder(aside, best_dir)
         self.facts["best"] = {"step": step, "name": name, "score": scores[name], "folder": str(best_dir.resolve())}
+        (aside / checkpoints.BEST).write_text(json.dumps(self.facts["best"]))
+        adapter.replace_folder(aside, best_dir)
 
 
 def evaluate(config, task, model, tokenizer, problems, adapter_dir=None) -> tuple[dict[str, float], list[str]]:

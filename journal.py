@@ -18,7 +18,8 @@ class Journal(threading.Thread):
     """Sends items in the background, in order, so that no step waits for the store.
 
     `record.jsonl` in the run's folder gets a line for each item, {"n": 7, "kind": "metrics", ...}, before it is sent, and
-    {"sent": 7} once the store has it. The file is locked while the run goes on.
+    {"sent": 7} once the store has it. The file is locked while the run goes on. An item that a store took without answering
+    in time is sent again: rows of a table may then be there twice.
     """
 
     def __init__(self, folder: Path, client, run_id: str):
@@ -26,13 +27,16 @@ class Journal(threading.Thread):
         self.client, self.run_id = client, run_id
         self.file = open(folder / FILE, "a", buffering=1)
         fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.whole = True  # the file
         self.writing = threading.Lock()
         self.queue = queue.SimpleQueue()
+        self.unsent = {}  # by number
         self.count = 0
-        self.waiting = []  # not in the store yet
+        self.waiting = []  # in the order of sending
         self.refused = []  # the store answers, but does not take these
         self.next_try = 0.0
         self.trouble = ""
+        self.given_up = threading.Event()
         self.start()
 
     def put(self, kind: str, **item) -> None:
@@ -40,6 +44,7 @@ class Journal(threading.Thread):
         item = {"n": self.count, "kind": kind, "time": int(time.time() * 1000), **item}
         self.count += 1
         self.write(item)
+        self.unsent[item["n"]] = item
         self.queue.put(item)
 
     def write(self, line: dict) -> None:
@@ -47,20 +52,22 @@ class Journal(threading.Thread):
             with self.writing:
                 self.file.write(json.dumps(line, default=str) + "\n")
         except OSError as error:  # a full disk: it can still be sent
-            self.trouble = one_line(error)
+            self.whole, self.trouble = False, one_line(error)
 
     def run(self):
         while (item := self.queue.get()) is not None:
             self.waiting.append(item)
             self.send()
-        self.waiting, self.refused = self.refused + self.waiting, []
+        self.waiting, self.refused, self.next_try = self.refused + self.waiting, [], 0.0
         self.send()
+        with contextlib.suppress(OSError):  # the end of a line that the disk has no room for
+            self.file.close()
 
     def send(self) -> None:
         """Send what waits, unless the store was found away less than half a minute ago."""
         if time.monotonic() < self.next_try:
             return
-        while self.waiting:
+        while self.waiting and not self.given_up.is_set():
             item = self.waiting[0]
             try:
                 deliver(self.client, self.run_id, item)
@@ -72,6 +79,7 @@ class Journal(threading.Thread):
                 self.refused.append(item)
             else:
                 self.write({"sent": item["n"]})
+                del self.unsent[item["n"]]
             del self.waiting[0]
 
     def store_answers(self) -> bool:
@@ -81,13 +89,15 @@ class Journal(threading.Thread):
             return False
         return True
 
-    def close(self) -> list[dict]:
-        """Send the rest; returns the items that the store does not have."""
+    def close(self, say) -> list[dict]:
+        """Send the rest, until `given_up` is set; returns the items that the store does not have."""
         self.queue.put(None)
-        self.join()
-        with contextlib.suppress(OSError):  # the end of a line that the disk has no room for
-            self.file.close()
-        return self.refused + self.waiting
+        self.join(3)
+        if self.is_alive():
+            say("sending the rest of the record; Ctrl-C leaves that for later")
+        while self.is_alive() and not self.given_up.is_set():
+            self.join(0.2)
+        return list(self.unsent.values())
 
 
 def deliver(client, run_id: str, item: dict) -> None:
@@ -127,9 +137,10 @@ def in_words(items: list[dict]) -> str:
     return ", ".join(part for part in dict.fromkeys(parts) if part != "status None")
 
 
-def read(folder: Path) -> tuple[dict, list[dict], list[dict]]:
-    """A run's head (run_id, run_name, experiment), its items, and those of them that the store does not have.
+def read(folder: Path) -> tuple[dict[str, set[int]], dict, list[dict]]:
+    """A run's journal: the runs that it has become, each with the numbers of the items it holds; its head; its items.
 
+    The head has the first run's run_id, run_name and experiment; another run was made by an upload into another store.
     Refuses a folder that is no run's, and a run that still goes on.
     """
     file = folder / FILE
@@ -146,8 +157,10 @@ def read(folder: Path) -> tuple[dict, list[dict], list[dict]]:
                 parsed.append(json.loads(line))
             except ValueError:  # cut off by a full disk
                 continue
-    if not parsed or "run_id" not in parsed[0]:
+    if not parsed or "run_name" not in parsed[0]:
         raise Refused(f"{file}: its first line names no run; it was not written by this lab, or is not whole")
-    sent = {line["sent"] for line in parsed if "sent" in line}
-    items = [line for line in parsed if "kind" in line]
-    return parsed[0], items, [item for item in items if item["n"] not in sent]
+    runs = {parsed[0]["run_id"]: set()}
+    for line in parsed:
+        if "sent" in line:
+            runs.setdefault(line.get("run_id", parsed[0]["run_id"]), set()).add(line["sent"])
+    return runs, parsed[0], [line for line in parsed if "kind" in line]

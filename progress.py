@@ -60,6 +60,7 @@ class Progress(TrainerCallback):
         self.seconds.append(time.perf_counter() - self.start)
         if self.stop.asked is None and config.eval_steps and step % config.eval_steps == 0 and step < config.max_steps:
             self.evaluation.during(step)
+            self.console.doing = f"training, step {step}"
         # a checkpoint lies between two rollouts, since the completions in use are not part of it
         between = step % config.num_iterations == 0 or step >= config.max_steps
         due = step // config.save_steps > (step - config.num_iterations) // config.save_steps or step >= config.max_steps

@@ -13,6 +13,7 @@ import platform
 import re
 import subprocess
 import sys
+import time
 import traceback
 import urllib.parse
 from pathlib import Path
@@ -62,13 +63,20 @@ def connect(project: Path, experiment: str) -> str:
 
 @contextlib.contextmanager
 def impatience():
-    """Before training a store has 5 seconds to answer, and no second chance: the user waits."""
+    """Before training a store has 5 seconds to answer, and no second chance: the user waits.
+
+    For a database MLflow has a number of its own, of attempts that take 100 s (mlflow 3.17.2, a test holds it in place).
+    """
+    import mlflow.store.db.utils as database
+
     variables = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "5", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
     before = {variable: os.environ.get(variable) for variable in variables}
     os.environ.update(variables)
+    attempts, database.MAX_RETRY_COUNT = database.MAX_RETRY_COUNT, 1
     try:
         yield
     finally:
+        database.MAX_RETRY_COUNT = attempts
         for variable, value in before.items():
             os.environ.pop(variable) if value is None else os.environ.update({variable: value})
 
@@ -96,7 +104,7 @@ class Record:
     """One MLflow run, opened here and closed by `end`. Its items go through the journal: none holds up a step."""
 
     def __init__(self, config, gpu, project: Path, store: str, run_dir: Path, origin: dict | None):
-        """Open the run, write down what is known before the model loads, and make the run's folder.
+        """Open the run, and write down what is known before the model loads.
 
         `origin` is what the checkpoint says of the run that is gone on with. Refuses a store that takes no artifact, which
         is tried here with the config.
@@ -142,13 +150,12 @@ class Record:
                 with contextlib.suppress(Exception):
                     mlflow.end_run("FAILED")
                     self.client.delete_run(self.run_id)
-            if not isinstance(error, Exception):
+            if isinstance(error, Refused) or not isinstance(error, Exception):
                 raise
             raise Refused(
                 f"MLFLOW_TRACKING_URI {store}: takes {'no artifacts' if run else 'no runs'} ({one_line(error)[:200]}). A "
                 "server that does: uv run mlflow server --artifacts-destination ./mlartifacts"
             ) from None
-        run_dir.mkdir(parents=True)
         self.journal = journal.Journal(run_dir, self.client, self.run_id)
         self.journal.write({"run_id": self.run_id, "run_name": config.run_name, "experiment": config.experiment})
         self.journal.put("params", values=params)
@@ -157,12 +164,11 @@ class Record:
 
     def close_what_died(self, origin: dict) -> bool:
         """Whether the store has the run that is gone on with; if it still says RUNNING though its process is gone: KILLED."""
-        try:
-            status = self.client.get_run(origin["run_id"]).info.status
-        except Exception:
+        if not knows(self.client, origin["run_id"]):
             return False
-        with contextlib.suppress(Exception):
-            if status == "RUNNING" and journal.read(Path(origin["run_dir"])):
+        with contextlib.suppress(Refused):  # a run that goes on, or whose folder is gone
+            journal.read(Path(origin["run_dir"]))
+            if self.client.get_run(origin["run_id"]).info.status == "RUNNING":
                 self.client.set_terminated(origin["run_id"], "KILLED")
         return True
 
@@ -231,9 +237,9 @@ class Record:
             f"peak VRAM {torch_gib:.2f} GiB by torch, {peak.peak_gib:.2f} GiB on the card ({peak.start_gib:.2f} at the start)"
         )
 
-    def adapter(self, folder: Path) -> None:
-        """The adapter's files, under lora/."""
-        self.journal.put("folder", path=str(folder.resolve()), to="lora")
+    def adapter(self, folder: Path, to: str = "lora") -> None:
+        """An adapter's files, as artifacts below `to`."""
+        self.journal.put("folder", path=str(folder.resolve()), to=to)
 
     def failure(self, error: BaseException, explained: str) -> None:
         """Why a run ended early: one line as a tag, the explanation and the traceback as an artifact."""
@@ -241,50 +247,75 @@ class Record:
         story = "".join(traceback.format_exception(error))
         self.journal.put("text", text=f"{explained}\n\n{story}", file="failure.txt")
 
-    def end(self, status: str) -> str | None:
-        """Close the run as FINISHED, FAILED or KILLED; returns what the store does not have, in words, or None."""
+    def end(self, status: str, say, stop=None) -> str | None:
+        """Close the run as FINISHED, FAILED or KILLED; returns what the store does not have, in words, or None.
+
+        A signal to `stop`, a stopping.Stop, ends the wait for a slow store.
+        """
         import mlflow
 
         self.journal.put("status", status=status)
-        missing = self.journal.close()
-        with contextlib.suppress(Exception):  # also where the store is away, the run is no longer the active one
+        if stop:
+            stop.hurry = self.journal.given_up.set
+        missing = self.journal.close(say)
+        # also where the store is away, the run must not stay the active one
+        with contextlib.suppress(Exception), impatience() if missing else contextlib.nullcontext():
             mlflow.end_run(status)
         if not missing:
             return None
-        where = "" if self.store == own_store(self.project) else f"MLFLOW_TRACKING_URI={self.store} "
+        file = self.run_dir / journal.FILE
+        kept = f"Nothing is lost: it is in {file}" if self.journal.whole else f"{file} does not hold all of it either"
         return (
-            f"NOT RECORDED in {self.store}: {journal.in_words(missing)} ({self.journal.trouble[:200]}).\nNothing is lost: "
-            f"it is in {self.run_dir / journal.FILE}. Once the store answers: {where}uv run python record.py {self.run_dir}"
+            f"NOT RECORDED in {self.store}: {journal.in_words(missing)} ({self.journal.trouble[:200]}).\n{kept}. Once the "
+            f"store answers, with MLFLOW_TRACKING_URI as it was: uv run python record.py {self.run_dir}"
         )
 
 
 def upload(folder: Path, project: Path) -> str:
     """Send to the store what a run's journal says it does not have, or all of it where it does not know the run.
 
-    Returns what was done, in words. Raises Refused for a folder that is no run's, a run that goes on, and a store that is away.
+    Returns what was done, in words. Raises Refused for a folder that is no run's, a run that goes on, and a store that is
+    away or does not take everything.
     """
     import mlflow
 
-    head, items, missing = journal.read(folder)
+    runs, head, items = journal.read(folder)
     store = connect(project, head["experiment"])
-    client, run_id, new = mlflow.MlflowClient(), head["run_id"], ""
-    try:
-        client.get_run(run_id)
-    except Exception:
+    client = mlflow.MlflowClient()
+    run_id, new = next((run_id for run_id in runs if knows(client, run_id)), None), ""
+    if run_id is None:
         experiment = client.get_experiment_by_name(head["experiment"])
         began = items[0]["time"] if items else None
         run = client.create_run(experiment.experiment_id, start_time=began, run_name=head["run_name"])
-        run_id, missing, new = run.info.run_id, items, "new "
-    file = open(folder / journal.FILE, "a", buffering=1)
-    for i, item in enumerate(missing):
-        try:
-            journal.deliver(client, run_id, item)
-        except Exception as error:
-            raise Refused(f"{store}: {one_line(error)[:200]}; still to send: {journal.in_words(missing[i:])}") from None
-        file.write(json.dumps({"sent": item["n"]}) + "\n")
-    if not any(item["kind"] == "status" for item in items):
-        client.set_terminated(run_id, "KILLED")
+        run_id, new = run.info.run_id, "new "
+    missing = [item for item in items if item["n"] not in runs.get(run_id, ())]
+    killed = not any(item["kind"] == "status" for item in items)  # with -9: nobody said how it ended
+    if killed and len(items) not in runs.get(run_id, ()):
+        missing.append({"n": len(items), "kind": "status", "status": "KILLED", "time": int(time.time() * 1000)})
+    refused, why = [], ""
+    with open(folder / journal.FILE, "a", buffering=1) as file:
+        for item in missing:
+            try:
+                journal.deliver(client, run_id, item)
+            except Exception as error:
+                refused, why = [*refused, item], one_line(error)[:200]
+            else:
+                file.write(json.dumps({"sent": item["n"], "run_id": run_id}) + "\n")
+    if refused:
+        raise Refused(f"{store}: {why}; still to send: {journal.in_words(refused)}")
     return f"{store}, {new}run {run_id}: sent {journal.in_words(missing) or 'nothing, for it has all'}"
+
+
+def knows(client, run_id: str) -> bool:
+    """Whether the store has a run."""
+    import mlflow
+
+    try:
+        return client.get_run(run_id) is not None
+    except mlflow.MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return False
+        raise Refused(f"the store does not say whether it has run {run_id}: {one_line(error)[:200]}") from None
 
 
 def own_store(project: Path) -> str:

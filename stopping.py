@@ -2,9 +2,11 @@
 
 import contextlib
 import faulthandler
+import math
 import os
 import signal
 import threading
+import time
 
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "a closed terminal"}
 
@@ -18,17 +20,22 @@ class Stopped(BaseException):
 
 
 class Stop:
-    """While it is open, the first signal during `between_steps` only asks: `asked` is then its number.
+    """While it is open, the first signal during `training` only asks: `asked` is then its number.
 
-    Everywhere else, and the second time, it raises Stopped. Once that has reached the script (`caught`), one more signal
-    ends the process on the spot. A signal that the parent set to be ignored (nohup, a job in the background) stays so.
+    Everywhere else, and the second time, it raises Stopped. Once the script is `leaving`, a signal calls `hurry` where there
+    is one, and the next ends the process on the spot. What follows a signal within a second is the same one: a closing
+    terminal and `timeout` reach the script and uv, which passes it on. A signal that was ignored when the script was started
+    (nohup, a job in the background) stays so.
     """
 
     def __init__(self):
         self.asked: int | None = None
-        self.caught = False
-        self.patient = False
+        self.began = False  # training
+        self.finishes_step = False
+        self.leaving = False
+        self.hurry = None
         self.screen = 2  # file descriptor
+        self.heard = -math.inf
         self.before = {}
 
     def __enter__(self):
@@ -43,23 +50,30 @@ class Stop:
             signal.signal(signum, handler)
 
     def hear(self, signum, frame):
-        if self.caught:
-            os._exit(128 + signum)
+        if time.monotonic() - self.heard < 1:
+            return
+        self.heard = time.monotonic()
+        if self.leaving:
+            if self.hurry is None:
+                os._exit(128 + signum)
+            hurry, self.hurry = self.hurry, None
+            hurry()
+            return
         first, self.asked = self.asked is None, self.asked or signum
-        if not (first and self.patient):
+        if not (first and self.finishes_step):
             raise Stopped(self.asked)
         with contextlib.suppress(OSError):  # not print: the signal may have come in the middle of one
             os.write(self.screen, f"{NAMES[signum]}: stopping once this step is done; once more stops at once\n".encode())
 
     @contextlib.contextmanager
-    def between_steps(self):
-        """Training: a signal waits for the end of the step."""
+    def training(self):
+        """A signal waits for the end of the step."""
         self.raise_if_asked()
-        self.patient = True
+        self.began = self.finishes_step = True
         try:
             yield
         finally:
-            self.patient = False
+            self.finishes_step = False
 
     def raise_if_asked(self):
         """For a library that has swallowed the exception with a bare `except:`, as Unsloth's loader does."""
@@ -69,7 +83,7 @@ class Stop:
 
 @contextlib.contextmanager
 def time_limit(seconds: float, give_up):
-    """Call `give_up` from another thread, where Python or C hangs in this one, and end the process with 1.
+    """Call `give_up` from another thread, where this one hangs (without holding Python's lock), and end the process with 1.
 
     The stacks of all threads go to stderr first.
     """

@@ -15,7 +15,7 @@ def find(history: list[dict], config, best_reward: float | None, can_think: bool
 
     `history` holds the logs of all steps since the first, as TRL hands them to on_log; what is missing, None or not finite
     is passed over. `config` is train.Config; `best_reward` the task's largest sum of rewards, None where it is not known;
-    `can_think` whether the model's template has thinking. Raises nothing.
+    `can_think` whether the model's template has thinking, not switched off. Raises nothing.
     """
     found = {
         "clipped": clipped(history, config, can_think),
@@ -34,7 +34,7 @@ def clipped(history, config, can_think) -> str | None:
         return None
     limit = config.max_completion_length
     cause = "the limit is too short, or no answer ever ends;"
-    if can_think and config.enable_thinking is not False:
+    if can_think:
         cause = "thinking is on; --no-enable-thinking, or"
     seen = f"{100 * share:.0f} % of the last {completions(config)} completions were cut off at {limit} tokens"
     return f"{seen}: {cause} --max-completion-length {2 * limit}"

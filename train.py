@@ -13,6 +13,7 @@ The qwen3-4b preset is the chapter's config. Where it departs from the chapter, 
 import contextlib
 import dataclasses
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -95,6 +96,8 @@ class Config:
     """GiB for vLLM's KV cache; its share of the card is worked out from this, the weights and the graphs."""
     gpu_memory_utilization: float | None = None
     """vLLM's share of the card (of --vram-limit-gib, where given) instead of the one that follows from kv_cache_gib."""
+    vllm_start_timeout: float = 600
+    """Seconds for loading the model and starting vLLM, downloads not counted; a start that hangs is ended then."""
     vram_limit_gib: float | None = None
     """Hold the process to so much of the card, CUDA context included: a smaller card, imitated."""
 
@@ -228,52 +231,56 @@ def main(arguments: list[str] | None = None) -> None:
     # record: one MLflow run holds all that follows, also how it went wrong
     store = record.connect(PROJECT, config.experiment)
     run_dir = Path(config.output_dir) / f"{config.run_name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    with Stop() as stop:
-        run = record.Record(config, gpu, PROJECT, store, run_dir, origin)
-        peak = PeakMemory(gpu) if gpu else None
-        status, code = "FAILED", 1
-        with Console(run_dir / "train.log") as console:
-            stop.screen = console.kept[0]
-            try:
-                train(config, gpu, task, train_set, held_out, run_dir, console, run, peak, stop, origin)
-                status, code = "FINISHED", 0
-            except BaseException as error:
-                stop.caught = True
-                if isinstance(error, Stopped):
-                    status, code = "KILLED", 128 + error.signum
-                    console.say(f"stopped by {error}")
-                else:
-                    explain(error, config, out_of_memory.measure(gpu, peak, run.kv_cache_gib), run, console)
-                if isinstance(error, checks.Refused):
+    run_dir.mkdir(parents=True)
+    run, missing, status, code = None, None, "FAILED", 1
+    peak = PeakMemory(gpu) if gpu else None
+    with Stop() as stop, Console(run_dir / "train.log") as console:
+        stop.screen = console.kept[0]
+        try:
+            run = record.Record(config, gpu, PROJECT, store, run_dir, origin)
+            train(config, gpu, task, train_set, held_out, run_dir, console, run, peak, stop, origin)
+            status, code = "FINISHED", 0
+        except BaseException as error:
+            stop.leaving = True
+            if run is None:  # nothing is on record, so nothing stays
+                shutil.rmtree(run_dir)
+                raise
+            console.log_failure(error)
+            if isinstance(error, Stopped):
+                status, code = "KILLED", 128 + error.signum
+                console.say(f"stopped by {error}")
+            else:
+                run.failure(
+                    error, explanation := explain(error, config, out_of_memory.measure(gpu, peak, run.kv_cache_gib), console)
+                )
+                if isinstance(error, checks.Refused) and not stop.began:
                     raise
-            finally:
-                stop.caught = True
-                missing = run.end(status)
-                if peak:
-                    peak.stop()
-                leave_process_group()
-            if status != "FINISHED":
-                console.say(checkpoints.how_to_go_on(config, run_dir, PROJECT))
-            console.say(f"curves: {record.how_to_open(store, PROJECT)}, experiment {config.experiment}, run {run.run_id}")
-            if missing:
-                console.say(missing)
-                code = code or 3
+                console.say(f"failed in {console.doing}: {explanation}\nthe whole story: {run_dir / 'train.log'}")
+        finally:
+            stop.leaving = True
+            if run:
+                missing = run.end(status, console.say, stop)
+            if peak:
+                peak.stop()
+            leave_process_group()
+        if status != "FINISHED":
+            console.say(checkpoints.how_to_go_on(config, run_dir, PROJECT))
+        console.say(f"curves: {record.how_to_open(store, PROJECT)}, experiment {config.experiment}, run {run.run_id}")
+        if missing:
+            console.say(missing)
+            code = code or 3
     if code:
         sys.exit(code)
 
 
-def explain(error: BaseException, config: Config, memory, run, console) -> None:
-    """Put down why a run failed, in the log and the record, and say it."""
-    console.log_failure(error)
-    explained = out_of_memory.explain(error, config, console.doing, memory)
-    if isinstance(error, OSError) and not explained:
-        explained = f"--output-dir {config.output_dir}: make room there, or add a folder on another disk to the command below"
-    run.failure(error, explained or "")
-    if not isinstance(error, checks.Refused):
-        console.say(f"failed in {console.doing}: {type(error).__name__}: {checks.one_line(error)}")
-        if explained:
-            console.say(explained)
-        console.say(f"the whole story: {run.run_dir / 'train.log'}")
+def explain(error: BaseException, config: Config, memory, console) -> str:
+    """What failed, and where memory or the disk ran out what helps."""
+    lines = [f"{type(error).__name__}: {checks.one_line(error)}"]
+    if about_memory := out_of_memory.explain(error, config, console.doing, memory):
+        lines.append(about_memory)
+    elif adapter.disk_trouble(error):
+        lines.append(f"--output-dir {config.output_dir}: make room there, or add a folder on another disk to the command below")
+    return "\n".join(lines)
 
 
 def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console, run, peak, stop: Stop, origin) -> None:
@@ -315,7 +322,7 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
         room_gib = make_room(config.vram_limit_gib, gpu, peak.start_gib)
         if config.fast_inference:
             vllm = vllm_arguments(config, name, gpu, room_gib, free_gib=torch.cuda.mem_get_info()[0] / 2**30)
-    with bounded_start(console, run) if vllm else contextlib.nullcontext():
+    with bounded_start(console, run, config.vllm_start_timeout) if vllm else contextlib.nullcontext():
         model, tokenizer = FastLanguageModel.from_pretrained(
             model_name=name,
             max_seq_length=config.max_seq_length,
@@ -351,13 +358,17 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
         callbacks=[progress],
     )
     run.trainer_arguments(trainer.args)
+    if "ref" in model.peft_config:
+        # TRL's copy of an untrained adapter, as the reference for beta: the base model is the same, without a second LoRA,
+        # and a checkpoint that held both would resume with the wrong one
+        model.delete_adapter("ref")
 
     # training, between two evaluations on problems that it never sees; the second reads the adapter back from disk
     adapter_dir = run_dir / "final-adapter"
     if evaluation:
         evaluation.before()
     set_seed(config.seed)
-    with stop.between_steps():
+    with stop.training():
         try:
             trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
         except Stopped:  # said twice: at once
@@ -369,10 +380,12 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
                 run.adapter(kept)
             raise
         console.doing = "saving the adapter"
-        if adapter.save_somewhere(model, adapter_dir, console) != adapter_dir:
-            raise OSError(f"{adapter_dir} could not be written")
+        kept = adapter.save_somewhere(model, adapter_dir, console)
+        if kept:
+            run.adapter(kept)
+        if kept != adapter_dir:
+            raise OSError(f"{adapter_dir} could not be written; the adapter is in {kept}")
         largest_b = adapter.check(adapter_dir, name, trainer.state.log_history, config.mask_truncated_completions)
-        run.adapter(adapter_dir)
         run.metrics({"adapter_largest_b": largest_b})
     learned = f"largest entry of B {largest_b:.2g}" if largest_b else "B is all 0: nothing was learned, no group had spread"
     console.say(f"adapter: {adapter_dir.resolve()} ({learned})")

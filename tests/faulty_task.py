@@ -22,12 +22,16 @@ def letters_reward(completions, trainer_state, **kwargs):
     if trainer_state.max_steps == 0 and len(texts) > 1 and "SCORES" in os.environ:  # an evaluation: so many are right
         first, *rest = os.environ["SCORES"].split()
         os.environ["SCORES"] = " ".join(rest)
+        if first == "fails":
+            raise ValueError("nobody is there to judge")
         return [float(i < int(first)) for i in range(len(texts))]
     if str(trainer_state.global_step + 1) in os.environ.get("AT", "").split():
         what, _, where = os.environ["DO"].partition(" ")
         if what.startswith("SIG"):
-            for name in os.environ["DO"].split():
-                os.kill(os.getpid(), getattr(signal, name))
+            for i, names in enumerate(os.environ["DO"].split()):
+                time.sleep(1.1 * (i > 0))
+                for name in names.split("+"):
+                    os.kill(os.getpid(), getattr(signal, name))
         elif what == "generating":  # SIGTERM, once the next generation is under way
             threading.Thread(target=stop_in_generation, args=(threading.get_ident(),), daemon=True).start()
         elif what == "exit":
@@ -40,6 +44,8 @@ def letters_reward(completions, trainer_state, **kwargs):
             torch.empty(10**15)
         elif what == "kill":
             os.killpg(int(where), signal.SIGKILL)
+        elif what == "freeze":
+            os.killpg(int(where), signal.SIGSTOP)
         elif what == "delete":
             shutil.rmtree(glob.glob(where)[0])
         elif what == "file":  # a file where a folder was: nothing can be written below it, not even by root

@@ -12,7 +12,7 @@ import pytest
 
 import command_line
 from checks import Refused, check_gpu
-from conftest import ROOT, refused, train
+from conftest import ROOT, refused, refused_in_this_process, train
 from gpu import Gpu, check_engine, engine_gib, find_gpu, vllm_arguments
 from train import PRESETS, Config
 
@@ -151,7 +151,7 @@ def test_words_that_are_no_config_are_refused_in_one_line(arguments, words, tmp_
 )  # fmt: skip
 def test_task_is_refused_with_the_name_and_the_value(code, words, tmp_path):
     (tmp_path / "my_task.py").write_text(textwrap.dedent(TASK) + code)
-    message = refused("--task", "my_task.py", cwd=tmp_path)
+    message = refused_in_this_process("--task", "my_task.py", cwd=tmp_path)
     for word in words:
         assert word in message
 

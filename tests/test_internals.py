@@ -14,6 +14,7 @@ from train import PRESETS, grpo_arguments
     [
         ("unsloth", "models/loader_utils.py", "def get_model_name(\n    model_name,\n    load_in_4bit = True,"),  # models.py
         ("unsloth_zoo", "rl_replacements.py", "batch_size = math.ceil(total_samples / B)"),  # train.py, the mini batch
+        ("mlflow", "store/db/utils.py", "if attempts < MAX_RETRY_COUNT:"),  # record.py, impatience
         ("vllm", "config/cache.py", "\n    gpu_memory_utilization: float"),  # record.py, engine_figures
         ("vllm", "config/cache.py", "\n    num_gpu_blocks: int | None"),
         ("vllm", "config/cache.py", "\n    block_size: "),

@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -160,6 +161,12 @@ def test_the_second_signal_stops_at_once(lab, tmp_path):
     assert recorded(run).status == "KILLED"
 
 
+def test_one_stop_that_arrives_twice_is_one(lab, tmp_path):
+    """As `timeout` sends it to the script and to uv, which passes it on."""
+    run = lab(tmp_path, AT="3", DO="SIGTERM+SIGTERM")
+    assert run.code == 143 and "step 3/8" in run.said and (run.run_dir / "final-adapter").is_dir()
+
+
 def test_a_signal_that_was_ignored_stays_ignored(lab, tmp_path):
     """As under nohup."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -248,15 +255,20 @@ def test_a_resumed_run_is_a_run_of_its_own_below_the_first(stopped, resumed):
     assert before[0] == before[1]  # from the checkpoint, not asked again
 
 
-def test_resume_is_exact_with_reused_completions_and_accumulated_gradients(lab, tmp_path):
-    """A stop waits for the end of the rollout: its completions are no part of a checkpoint."""
-    more = ("--num-iterations", 2, "--gradient-accumulation-steps", 2, "--per-device-train-batch-size", 2, "--save-steps", 3)
+def test_resume_is_exact_with_a_reference_reused_completions_and_accumulated_gradients(lab, tmp_path):
+    """A stop waits for the end of the rollout: its completions are no part of a checkpoint. Nor is a second adapter."""
+    more = ("--num-iterations", 2, "--gradient-accumulation-steps", 2, "--per-device-train-batch-size", 2, "--save-steps", 3,
+            "--beta", 0.1)  # fmt: skip
     whole = lab(tmp_path / "whole", *more)
     broken = lab(tmp_path / "broken", *more, AT="3", DO="SIGTERM")
     assert {folder.name for folder in whole.run_dir.glob("checkpoints/*")} == {"checkpoint-6", "checkpoint-8"}
     assert broken.code == 143 and "step 4/8" in broken.said and "step 5/8" not in broken.said
     rest = resume(lab, broken, *more)
     assert rest.code == 0 and same(whole.run_dir / "final-adapter", rest.run_dir / "final-adapter")
+    kl = recorded(whole).history("kl")
+    assert kl[8] > 0 and kl == {**recorded(broken).history("kl"), **recorded(rest).history("kl")}
+    assert len(weights(rest.run_dir / "checkpoints" / "checkpoint-8")) == 28
+    assert not list(rest.run_dir.glob("*/*/ref"))
 
 
 def test_two_seeds_differ(lab, unbroken, tmp_path):
@@ -266,11 +278,13 @@ def test_two_seeds_differ(lab, unbroken, tmp_path):
 
 
 def test_the_config_is_the_checkpoints_and_a_change_is_recorded(lab, stopped, tiny, tmp_path):
-    done = lab(tmp_path, "--resume-from-checkpoint", stopped.run_dir, "--learning-rate", 5e-3, "--weight-decay", 0.1)
+    done = lab(tmp_path, "--resume-from-checkpoint", stopped.run_dir, "--learning-rate", 5e-3, "--weight-decay", 0.1,
+               "--eval-problems", 2)  # fmt: skip
     assert done.code == 0, done.said
     run = recorded(done)
-    assert run.tags["changed"] == "learning_rate: 0.01 -> 0.005; weight_decay: 0.001 -> 0.1"
-    assert "; changed: learning_rate: 0.01 -> 0.005, weight_decay: 0.001 -> 0.1\n" in done.said
+    assert run.tags["changed"] == "eval_problems: 4 -> 2; learning_rate: 0.01 -> 0.005; weight_decay: 0.001 -> 0.1"
+    assert set(run.history("held_out/letters_reward")) == {0, 8}  # of other problems, so asked anew
+    assert "; changed: eval_problems: 4 -> 2, learning_rate: 0.01 -> 0.005, weight_decay: 0.001 -> 0.1\n" in done.said
     state = torch.load(done.run_dir / "checkpoints" / "checkpoint-8" / "optimizer.pt", weights_only=True)
     assert state["param_groups"][0]["weight_decay"] == 0.1
     assert run.params["max_completion_length"] == "8" and run.params["model_requested"] == str(tiny)
@@ -311,13 +325,29 @@ def test_what_is_no_whole_checkpoint_is_refused_in_one_line(lab, copied, damage,
     [
         (["--lora-r", 8], "--lora-r 8: the checkpoint is of 16; leave it away, or start anew"),
         (["--model", "smollm2-135m-instruct"], "--model smollm2-135m-instruct: the checkpoint is of "),
-        (["--max-steps", 5], "finished, 5 of 5 steps are done; --max-steps 10 adds as many"),
+        (["--num-iterations", 2], "step 5 lies within a rollout of 2 steps (--num-iterations)"),
         (["--preset", "qwen3-4b"], "--preset qwen3-4b: the checkpoint is of smollm2; leave it away, or start anew"),
     ],
 )
 def test_another_model_and_a_finished_run_are_refused_in_one_line(lab, copied, arguments, says, tmp_path):
     run = lab(tmp_path, "--resume-from-checkpoint", copied, *arguments)
     assert run.code == 2 and says in run.refused and "\n" not in run.refused and run.run_dir is None
+
+
+def test_a_finished_run_is_refused_and_can_be_made_longer(lab, unbroken, tmp_path):
+    run = lab(tmp_path, "--resume-from-checkpoint", unbroken.run_dir)
+    assert run.code == 2 and "finished, 8 of 8 steps are done; --max-steps 16 adds as many" in run.refused
+    run = lab(tmp_path, "--resume-from-checkpoint", unbroken.run_dir, "--max-steps", 9)
+    assert run.code == 0 and set(recorded(run).history("loss")) == {9}
+
+
+def test_a_run_that_fails_in_its_last_evaluation_goes_on_there(lab, tmp_path):
+    run = lab(tmp_path, SCORES="1 fails")
+    assert run.code == 1 and "failed in the evaluation after training: Refused: letters_reward raised ValueError" in run.said
+    assert "checkpoints/checkpoint-8\n" in run.said and recorded(run).status == "FAILED"
+    rest = resume(lab, run, SCORES="3")
+    assert rest.code == 0 and recorded(rest).history("held_out/letters_reward") == {8: 0.75}
+    assert same(run.run_dir / "final-adapter", rest.run_dir / "final-adapter")
 
 
 def test_last_without_any_is_refused(lab, tmp_path):
@@ -388,13 +418,17 @@ def test_a_start_that_hangs_is_ended_and_recorded(tmp_path):
         "import time, pathlib, gpu, record, train, console\n"
         "store = record.connect(train.PROJECT, 'p7-grpo')\n"
         "run_dir = pathlib.Path('run')\n"
+        "run_dir.mkdir()\n"
         "run = record.Record(train.PRESETS['smollm2'], None, train.PROJECT, store, run_dir, None)\n"
-        "with console.Console(run_dir / 'train.log') as screen, gpu.bounded_start(screen, run, seconds=0.5):\n"
+        "with console.Console(run_dir / 'train.log') as screen, gpu.bounded_start(screen, run, seconds=1):\n"
         "    time.sleep(60)\n"
     )
     env = {**os.environ, "MLFLOW_TRACKING_URI": store, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=50)
-    assert done.returncode == 1 and "vLLM has not started within 0 s: try again, or --no-fast-inference" in done.stdout, done
+    assert (
+        done.returncode == 1
+        and "vLLM has not started within 1 s (--vllm-start-timeout); try again, or --no-fast-inference" in done.stdout
+    ), done
     assert "Thread" in (tmp_path / "run" / "train.log").read_text()
     record = Recorded(store, tmp_path / "run")
     assert record.status == "FAILED" and "has not started" in record.tags["error"]
@@ -482,6 +516,32 @@ def test_an_upload_that_fails_at_the_end(lab, server, tmp_path):
     assert record.status == "FINISHED" and set(record.history("reward")) == set(range(1, STEPS + 1))
 
 
+def test_a_server_that_hangs_holds_up_neither_training_nor_a_user_in_a_hurry(lab, server, tmp_path):
+    def hurry():
+        while "sending the rest of the record" not in (tmp_path / "screen").read_text():
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    (tmp_path / "screen").write_text("")
+    threading.Thread(target=hurry, daemon=True).start()
+    run = lab(tmp_path, "--eval-problems", 0, MLFLOW_TRACKING_URI=server.address, AT="3", DO=f"freeze {server.process.pid}")
+    os.killpg(server.process.pid, signal.SIGCONT)
+    assert run.code == 3 and run.seconds < 30 and "step 8/8" in run.said
+    assert "NOT RECORDED" in run.said and "status FINISHED" in run.said
+    with mock.patch.dict(os.environ, MLFLOW_TRACKING_URI=server.address):
+        for _ in range(100):  # the thread that waits for the server ends with the process, which here goes on
+            with contextlib.suppress(Refused):
+                assert "status FINISHED" in upload(run.run_dir, tmp_path)
+                break
+            time.sleep(0.1)
+    assert recorded(run).status == "FINISHED" and set(recorded(run).history("reward")) == set(range(1, STEPS + 1))
+
+
+def test_a_database_that_cannot_be_opened_is_refused_in_time(lab, tmp_path):
+    run = lab(tmp_path, MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path}")
+    assert run.code == 2 and run.seconds < 15 and f"MLFLOW_TRACKING_URI sqlite:///{tmp_path}: " in run.refused
+
+
 def test_a_server_that_dies_loses_nothing(lab, server, tmp_path):
     run = lab(tmp_path, "--sample-steps", 2, MLFLOW_TRACKING_URI=server.address,
               AT="3", DO=f"kill {server.process.pid}")  # fmt: skip
@@ -490,7 +550,7 @@ def test_a_server_that_dies_loses_nothing(lab, server, tmp_path):
     assert (run.run_dir / "final-adapter" / "adapter_model.safetensors").is_file()
     said = run.said[run.said.index("NOT RECORDED in ") :]
     assert "metrics of steps " in said and " to 8" in said and "lora" in said and "status FINISHED" in said
-    assert said.rstrip().endswith(f"MLFLOW_TRACKING_URI={server.address} uv run python record.py outputs/{run.run_dir.name}")
+    assert said.rstrip().endswith(f"with MLFLOW_TRACKING_URI as it was: uv run python record.py outputs/{run.run_dir.name}")
 
     # as it is printed, with the server still away: refused in one line
     send = [sys.executable, str(ROOT / "record.py"), f"outputs/{run.run_dir.name}"]
@@ -514,6 +574,7 @@ def test_a_server_that_dies_loses_nothing(lab, server, tmp_path):
     # and into another store, where the run is new
     with mock.patch.dict(os.environ, MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path / 'other.db'}"), contextlib.chdir(tmp_path):
         assert ", new run " in upload(run.run_dir, tmp_path)
+        assert upload(run.run_dir, tmp_path).endswith("sent nothing, for it has all")
     copy = Recorded(f"sqlite:///{tmp_path / 'other.db'}", run.run_dir)
     assert copy.history("reward") == record.history("reward") and copy.params == record.params
     assert copy.status == "FINISHED" and "lora" in copy.artifacts()
@@ -566,6 +627,10 @@ def test_the_best_adapter_is_kept_also_over_a_stop(lab, tmp_path):
     assert not same(best, run.run_dir / "checkpoints" / "checkpoint-6")
     rest = resume(lab, run, *more, SCORES="2")
     assert f"best adapter: step 4, letters_reward 0.750: {best}" in rest.said and not (rest.run_dir / "best-adapter").exists()
+    assert "lora-best/adapter_model.safetensors" in recorded(rest).artifacts("lora-best")
+    # a run that was killed after a better evaluation than its last checkpoint knows of
+    early = lab(tmp_path, "--resume-from-checkpoint", run.run_dir / "checkpoints" / "checkpoint-2", SCORES="2 2 2 2")
+    assert f"best adapter: step 4, letters_reward 0.750: {best}" in early.said
 
 
 def test_only_the_last_checkpoints_are_kept(unbroken, lab, tmp_path):
