@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import shlex
 import shutil
 import zipfile
@@ -165,13 +164,30 @@ def delete_unfinished(run_dir: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def how_to_go_on(config, run_dir: Path, project: Path) -> str:
+def how_to_go_on(config, run_dir: Path, project: Path, origin: dict | None) -> str:
     """The command that resumes from the last checkpoint of a run, or from the one that it went on from itself."""
-    folder = last(run_dir) or config.resume_from_checkpoint
+    folder, flags = last(run_dir), ""
+    if folder is None and origin:
+        folder, flags = config.resume_from_checkpoint, as_flags(dataclasses.asdict(config), origin["config"])
     if folder is None:
-        return "no checkpoint was written yet: the same command starts anew"
+        return "no checkpoint is there: the same command starts anew"
+    command = "uv run python train.py"
     try:
-        script = shlex.quote(os.path.relpath(project / "train.py"))
+        here = Path.cwd()
     except OSError:  # the working folder is gone
-        script = shlex.quote(str(project / "train.py"))
-    return f"go on with: uv run python {script} --resume-from-checkpoint {shlex.quote(str(folder))}"
+        here = None
+    if here != project:
+        command = f"uv run --project {shlex.quote(str(project))} python {shlex.quote(str(project / 'train.py'))}"
+    return f"go on with: {command} --resume-from-checkpoint {shlex.quote(str(folder))}{flags}"
+
+
+def as_flags(config: dict, old: dict) -> str:
+    """What differs from an older config, as flags, each after a space."""
+    words = []
+    for name, value in config.items():
+        if name in old and old[name] != value and name != "resume_from_checkpoint":
+            if isinstance(value, bool):
+                words.append(flag(name if value else f"no_{name}"))
+            else:
+                words.append(f"{flag(name)} {shlex.quote(str(value))}")
+    return "".join(f" {word}" for word in words)

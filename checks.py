@@ -1,6 +1,7 @@
 """All that is refused before the model loads. Each refusal names the value, the rule, and the nearest thing that works."""
 
 import asyncio
+import functools
 import hashlib
 import importlib.util
 import inspect
@@ -208,6 +209,25 @@ def call_reward(reward, prompts, texts, token_ids, columns) -> list[float]:
             got = asyncio.run(await_it(got))
     except (Exception, SystemExit) as error:
         raise Refused(f"{name} raised {type(error).__name__}: {one_line(error)}") from error
+    return check_values(name, got, n)
+
+
+def strict(reward):
+    """The reward, with its values checked in every step: TRL takes None and NaN for "does not apply", and goes on."""
+    if inspect.iscoroutinefunction(reward):
+
+        async def checked(completions, **columns):
+            return check_values(reward.__name__, await reward(completions=completions, **columns), len(completions))
+    else:
+
+        def checked(completions, **columns):
+            return check_values(reward.__name__, reward(completions=completions, **columns), len(completions))
+
+    return functools.wraps(reward)(checked)
+
+
+def check_values(name: str, got, n: int) -> list[float]:
+    """A reward's values, once they are one finite number for each of n completions."""
     if not isinstance(got, list):
         raise Refused(f"{name} returned {short(got)}, a {type(got).__name__}; it must be a list of floats")
     if len(got) != n:

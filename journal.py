@@ -129,8 +129,15 @@ def deliver(client, run_id: str, item: dict) -> None:
 
 def in_words(items: list[dict]) -> str:
     """What a list of items holds, for people: `metrics of steps 3 to 9, samples.json, lora, status FINISHED`."""
-    steps = [item["step"] for item in items if item["kind"] == "metrics"]
-    parts = [f"metrics of steps {min(steps)} to {max(steps)}"] if steps else []
+    steps = sorted({item["step"] for item in items if item["kind"] == "metrics"})
+    spans = []
+    for step in steps:
+        if spans and step == spans[-1][1] + 1:
+            spans[-1][1] = step
+        else:
+            spans.append([step, step])
+    spans = [f"{first} to {last}" if first < last else f"{first}" for first, last in spans]
+    parts = [f"metrics of steps {', '.join(spans)}"] if spans else []
     names = {"params": "params", "tags": "tags", "dataset": "data set"}
     for item in items:
         parts.append(names.get(item["kind"]) or item.get("file") or item.get("to") or f"status {item.get('status')}")

@@ -42,6 +42,8 @@ def connect(project: Path, experiment: str) -> str:
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
     import mlflow
 
     logging.getLogger("mlflow").setLevel(logging.WARNING)
@@ -54,6 +56,8 @@ def connect(project: Path, experiment: str) -> str:
             mlflow.set_experiment(experiment)
     except Exception as error:
         why = one_line(str(error).replace(uri, shown))
+        if cause := re.search(r"Caused by (\w+)", str(error)):  # urllib3 says much else
+            why = f"no answer within 5 s ({cause[1]})" if "Timeout" in cause[1] else f"cannot be reached ({cause[1]})"
         raise Refused(
             f"MLFLOW_TRACKING_URI {shown}: {why[:200]}. Start a server with `uv run mlflow server`, or unset the variable to "
             "record into mlflow.db here"

@@ -64,8 +64,8 @@ def all_zero(history, config, best_reward) -> str | None:
     if len(last) < WINDOW or not all(map(pays_nothing, last)) or (best_reward is not None and best_reward <= 0):
         return None
     return (
-        f"every reward of the last {completions(config)} completions is 0: nothing that pays is ever said, or its tag is never "
-        f"parsed (samples below); show the form: --system, or --worked-examples {(config.worked_examples or 0) + 1}"
+        f"every reward of the last {completions(config)} completions is 0: nothing that pays is ever said, or its tag never "
+        "parsed (samples below); show the form in the prompt (task.py: --worked-examples, --system)"
     )
 
 

@@ -204,6 +204,7 @@ PRESETS = {
         warmup_steps=2,
         optim="adamw_torch_fused",
         max_steps=30,
+        save_steps=10,
     ),
 }
 
@@ -264,7 +265,7 @@ def main(arguments: list[str] | None = None) -> None:
                 peak.stop()
             leave_process_group()
         if status != "FINISHED":
-            console.say(checkpoints.how_to_go_on(config, run_dir, PROJECT))
+            console.say(checkpoints.how_to_go_on(config, run_dir, PROJECT, origin))
         console.say(f"curves: {record.how_to_open(store, PROJECT)}, experiment {config.experiment}, run {run.run_id}")
         if missing:
             console.say(missing)
@@ -275,7 +276,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 def explain(error: BaseException, config: Config, memory, console) -> str:
     """What failed, and where memory or the disk ran out what helps."""
-    lines = [f"{type(error).__name__}: {checks.one_line(error)}"]
+    name = "" if isinstance(error, checks.Refused) else f"{type(error).__name__}: "
+    lines = [f"{name}{checks.one_line(error)}"]
     if about_memory := out_of_memory.explain(error, config, console.doing, memory):
         lines.append(about_memory)
     elif adapter.disk_trouble(error):
@@ -289,6 +291,8 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     console.say(f"loading {config.model}, a minute or two; the libraries talk to {run_dir / 'train.log'}")
     if origin:
         console.say(f"going on from {config.resume_from_checkpoint}; changed: {', '.join(origin['changes']) or 'nothing'}")
+        if origin["step"] >= config.max_steps:
+            console.say(f"all {config.max_steps} steps are done: only saving and the evaluation are left")
     console.doing = "loading the libraries"
     if gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu.cuda_name  # one process, one card
@@ -352,7 +356,7 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     trainer = GRPOTrainer(
         model=model,
         processing_class=tokenizer,
-        reward_funcs=task.REWARDS,
+        reward_funcs=[checks.strict(reward) for reward in task.REWARDS],
         args=GRPOConfig(**grpo_arguments(config, run_dir, on_gpu=gpu is not None)),
         train_dataset=in_order(train_set, config),
         callbacks=[progress],

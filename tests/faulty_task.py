@@ -36,6 +36,8 @@ def letters_reward(completions, trainer_state, **kwargs):
             threading.Thread(target=stop_in_generation, args=(threading.get_ident(),), daemon=True).start()
         elif what == "exit":
             sys.exit("a reward that ends the process")
+        elif what == "nan":
+            return [float("nan"), *rewards[1:]]
         elif what == "infinite":
             return [3e38] * len(texts)
         elif what == "huge":

@@ -1,6 +1,8 @@
 """What is refused: each mistake through the script, as a user would make it, and the rules that need a card's data."""
 
+import asyncio
 import dataclasses
+import inspect
 import json
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
+import checks
 import command_line
 from checks import Refused, check_gpu
 from conftest import ROOT, refused, refused_in_this_process, train
@@ -363,3 +366,13 @@ def test_a_card_that_is_lost_is_no_card(monkeypatch):
     monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lost)
     found, seen = find_gpu()
     assert found is None and "gpu is lost" in seen
+
+
+def test_an_async_reward_is_checked_in_every_step_too():
+    async def slow_reward(completions, **kwargs):
+        return [float("nan")] * len(completions)
+
+    strict = checks.strict(slow_reward)
+    assert strict.__name__ == "slow_reward" and inspect.iscoroutinefunction(strict)
+    with pytest.raises(Refused, match="slow_reward returned nan"):
+        asyncio.run(strict(completions=["a"], prompts=["b"]))

@@ -47,6 +47,13 @@ def folder(tmp_path_factory):
     return folder
 
 
+def progress_of(config, reward, say, run_dir, samples=None):
+    """The callback for one reward, with a record that keeps nothing but what it hands to `samples`."""
+    rewards = SimpleNamespace(REWARDS=[reward], EXAMPLES=[{"rewards": [1.0]}])
+    record = SimpleNamespace(metrics=lambda logs, step: None, samples=samples)
+    return Progress(config, rewards, SimpleNamespace(say=say), None, run_dir, record, Stop(), {}, None, False)
+
+
 @pytest.fixture
 def said():
     """The lines that the run printed."""
@@ -63,9 +70,7 @@ def run(folder, tmp_path, said):
         model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False)
         arguments = {**grpo_arguments(config, tmp_path, on_gpu=ON_GPU), "save_strategy": "no"}
         said.clear()
-        console, record = SimpleNamespace(say=said.append), SimpleNamespace(metrics=lambda logs, step: None)
-        rewards = SimpleNamespace(REWARDS=[length_reward], EXAMPLES=[{"rewards": [1.0]}])
-        progress = Progress(config, rewards, console, None, tmp_path, record, Stop(), {}, None, False)
+        progress = progress_of(config, length_reward, said.append, tmp_path)
         trainer = GRPOTrainer(
             model=model,
             processing_class=tokenizer,
@@ -153,10 +158,9 @@ def test_enable_thinking_reaches_template_and_trainer(run, folder, thinking, exp
     assert tokenizer.decode(encode(tokenizer, prompt, trainer.chat_template_kwargs)) == expected
 
 
-def test_columns_that_a_reward_logs_do_not_disturb_the_samples(folder, tmp_path, monkeypatch):
+def test_columns_that_a_reward_logs_do_not_disturb_the_samples(folder, tmp_path):
     """TRL writes what a reward hands to log_extra into the same table."""
     tables, said = [], []
-    monkeypatch.setattr("mlflow.log_table", lambda table, name: tables.append((name, table)))
 
     def noting_reward(completions, log_extra, **kwargs):
         log_extra("note", ["a text"] * len(completions))
@@ -166,16 +170,20 @@ def test_columns_that_a_reward_logs_do_not_disturb_the_samples(folder, tmp_path,
     model, tokenizer = FastLanguageModel.from_pretrained(str(folder), load_in_4bit=False, dtype=DTYPE)
     model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False)
     arguments = {**grpo_arguments(config, tmp_path, on_gpu=ON_GPU), "save_strategy": "no"}
-    progress = Progress(config, ["noting_reward"], SimpleNamespace(say=said.append), None, tmp_path)
+    progress = progress_of(config, noting_reward, said.append, tmp_path, tables.append)
     GRPOTrainer(model, noting_reward, GRPOConfig(**arguments), task.make_dataset(8, max_operand=20), None, tokenizer,
                 callbacks=[progress]).train()  # fmt: skip
-    assert tables[0][0] == "samples.json" and list(tables[0][1]["note"]) == ["a text"] * 2
+    assert tables[0]["note"] == ["a text"] * 2
     assert [line.split("  ")[-1] for line in said if line.startswith("    ")] == ["noting 1", "noting 0"]
 
 
 def test_a_reward_that_does_not_apply_is_no_error(tmp_path):
     """TRL takes None from a reward, and then logs None as its mean."""
-    progress = Progress(TINY, ["some_reward"], SimpleNamespace(say=print), None, tmp_path)
+
+    def some_reward(completions, **kwargs):
+        return [None] * len(completions)
+
+    progress = progress_of(TINY, some_reward, print, tmp_path)
     progress.seconds = [1.0]
     logs = {"loss": 0.0, "reward": None, "rewards/some_reward/mean": None, "completions/mean_length": 3.0}
     assert progress.line(1, logs).startswith("step 1/1  reward none  some none  6 tok/s  1.0 s  ")

@@ -191,7 +191,7 @@ def test_a_signal_while_loading_stops_there_though_the_loader_swallows_it(lab, t
 
     with mock.patch.object(unsloth.FastLanguageModel, "from_pretrained", swallow):
         run = lab(tmp_path)
-    assert run.code == 143 and "no checkpoint was written yet: the same command starts anew" in run.said
+    assert run.code == 143 and "no checkpoint is there: the same command starts anew" in run.said
     assert "held-out" not in run.said and recorded(run).status == "KILLED"
 
 
@@ -291,6 +291,13 @@ def test_the_config_is_the_checkpoints_and_a_change_is_recorded(lab, stopped, ti
     assert run.history("learning_rate")[6] == pytest.approx(5e-3 * 3 / 8)
 
 
+def test_the_way_to_go_on_keeps_the_flags_of_a_run_without_a_checkpoint(lab, stopped, tmp_path):
+    changes = ("--learning-rate", 5e-3, "--gradient-checkpointing", "--save-steps", 50)
+    run = lab(tmp_path, "--resume-from-checkpoint", stopped.run_dir, *changes, AT="6", DO="SIGINT SIGINT")
+    assert run.code == 130
+    assert "/checkpoints/checkpoint-5 --gradient-checkpointing --learning-rate 0.005\n" in run.said
+
+
 @pytest.fixture
 def copied(stopped, tmp_path):
     shutil.copytree(stopped.run_dir / "checkpoints" / "checkpoint-5", tmp_path / "run" / "checkpoints" / "checkpoint-5")
@@ -343,10 +350,11 @@ def test_a_finished_run_is_refused_and_can_be_made_longer(lab, unbroken, tmp_pat
 
 def test_a_run_that_fails_in_its_last_evaluation_goes_on_there(lab, tmp_path):
     run = lab(tmp_path, SCORES="1 fails")
-    assert run.code == 1 and "failed in the evaluation after training: Refused: letters_reward raised ValueError" in run.said
+    assert run.code == 1 and "failed in the evaluation after training: letters_reward raised ValueError" in run.said
     assert "checkpoints/checkpoint-8\n" in run.said and recorded(run).status == "FAILED"
     rest = resume(lab, run, SCORES="3")
     assert rest.code == 0 and recorded(rest).history("held_out/letters_reward") == {8: 0.75}
+    assert "all 8 steps are done: only saving and the evaluation are left" in rest.said
     assert same(run.run_dir / "final-adapter", rest.run_dir / "final-adapter")
 
 
@@ -403,6 +411,13 @@ def test_a_gradient_that_is_no_number_stops_with_the_last_good_adapter(lab, tmp_
     assert run.code == 1 and "Diverged: grad_norm is nan in step 4, which was not taken" in run.said
     assert "checkpoints/checkpoint-2\n" in run.said and recorded(run).status == "FAILED"
     assert all(tensor.isfinite().all() for tensor in weights(run.run_dir / "final-adapter").values())
+
+
+def test_a_reward_that_is_no_number_in_mid_run_is_told(lab, tmp_path):
+    """TRL by itself takes it for one that does not apply, and trains on."""
+    run = lab(tmp_path, AT="4", DO="nan")
+    assert run.code == 1 and "failed in training, step 4: letters_reward returned nan (float) among its values" in run.said
+    assert "adapter after step 3" in run.said and recorded(run).status == "FAILED"
 
 
 def test_memory_that_runs_out_is_explained(lab, tmp_path):

@@ -123,7 +123,7 @@ def test_record_holds_data_samples_and_adapter(recorded, small_run, tmp_path):
 
 
 def test_checkpoint_and_completions_are_there(small_run):
-    assert (small_run.run_dir / "checkpoint-2" / "adapter_model.safetensors").is_file()
+    assert (small_run.run_dir / "checkpoints" / "checkpoint-2" / "adapter_model.safetensors").is_file()
     assert len(list((small_run.run_dir / "completions").glob("*.parquet"))) == 2
 
 
