@@ -45,6 +45,14 @@ TASK = Path(__file__).with_name("faulty_task.py")
 STEPS = 8  # with 6 problems of which a step takes one: training goes into the second epoch
 
 
+@pytest.fixture(scope="module", autouse=True)
+def ctrl_c_is_heard():
+    """Also where the tests run as a job in the background, for which a shell has Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
