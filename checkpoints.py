@@ -16,9 +16,9 @@ BEST = "best.json"  # in best-adapter/
 WEIGHTS = "adapter_model.safetensors"
 PARTS = (WEIGHTS, "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", FACTS)
 # another base model, LoRA or optimizer cannot take over what the checkpoint holds
-# with one of these, held-out points are of other problems
-PROBLEMS = ("task", "the task's file", "eval_problems", "seed", "max_operand", "worked_examples", "system")
 FIXED = ("preset", "model", "load_in_4bit", "lora_r", "lora_alpha", "optim")
+# where one of these changes, the held-out points so far are of other problems
+PROBLEMS = ("task", "the task's file", "eval_problems", "seed", "max_operand", "worked_examples", "system")
 
 
 def publish(written: Path, facts: dict, limit: int | None) -> Path:
@@ -142,11 +142,15 @@ def changes(origin: dict, config: dict, task_file: str) -> list[str]:
         raise Refused(
             f"{name} {config['resume_from_checkpoint']}: finished, {done}; --max-steps {2 * origin['step']} adds as many"
         )
-    differ = [f for f in config if f in old and old[f] != config[f] and f != "resume_from_checkpoint"]
-    found = [f"{field}: {old[field]} -> {config[field]}" for field in differ]
+    found = [f"{field}: {old[field]} -> {config[field]}" for field in differing(config, old)]
     if origin["task_file"] != task_file:
         found.append(f"the task's file: {origin['task_file']} -> {task_file}")
     return found
+
+
+def differing(config: dict, old: dict) -> list[str]:
+    """The fields that have another value than in an older config, without the checkpoint that is resumed from."""
+    return [field for field in config if field in old and old[field] != config[field] and field != "resume_from_checkpoint"]
 
 
 def ended_well(run_dir: Path) -> bool:
@@ -184,10 +188,10 @@ def how_to_go_on(config, run_dir: Path, project: Path, origin: dict | None) -> s
 def as_flags(config: dict, old: dict) -> str:
     """What differs from an older config, as flags, each after a space."""
     words = []
-    for name, value in config.items():
-        if name in old and old[name] != value and name != "resume_from_checkpoint":
-            if isinstance(value, bool):
-                words.append(flag(name if value else f"no_{name}"))
-            else:
-                words.append(f"{flag(name)} {shlex.quote(str(value))}")
+    for name in differing(config, old):
+        value = config[name]
+        if isinstance(value, bool):
+            words.append(flag(name if value else f"no_{name}"))
+        else:
+            words.append(f"{flag(name)} {shlex.quote(str(value))}")
     return "".join(f" {word}" for word in words)

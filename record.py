@@ -29,8 +29,8 @@ def connect(project: Path, experiment: str) -> str:
     """Choose the store and the experiment; returns the store's address without credentials.
 
     MLFLOW_TRACKING_URI where it is set, else SQLite in the project folder. Refuses within seconds a server that does not
-    answer, which MLflow's client by itself would ask for minutes. A run of its own is opened whatever run or nesting the
-    environment names, since the trainer's callback would otherwise write into another one.
+    answer, which MLflow's client by itself would ask for minutes. Where the environment names a run, a nesting or another
+    experiment, that is forgotten: MLflow would go on with that run instead of opening one.
     """
     own = own_store(project)
     uri, shown = hide_credentials(os.environ.get("MLFLOW_TRACKING_URI") or own)

@@ -251,9 +251,9 @@ def main(arguments: list[str] | None = None) -> None:
                 status, code = "KILLED", 128 + error.signum
                 console.say(f"stopped by {error}")
             else:
-                run.failure(
-                    error, explanation := explain(error, config, out_of_memory.measure(gpu, peak, run.kv_cache_gib), console)
-                )
+                memory = out_of_memory.measure(gpu, peak, run.kv_cache_gib)
+                explanation = explain(error, config, memory, console)
+                run.failure(error, explanation)
                 if isinstance(error, checks.Refused) and not stop.began:
                     raise
                 console.say(f"failed in {console.doing}: {explanation}\nthe whole story: {run_dir / 'train.log'}")
