@@ -119,6 +119,10 @@ def deliver(client, run_id: str, item: dict) -> None:
         client.log_table(run_id, item["columns"], item["file"])
     elif kind == "text":
         client.log_text(run_id, item["text"], item["file"])
+    elif kind == "figure":
+        import pictures
+
+        client.log_figure(run_id, pictures.FIGURES[item["name"]](item["data"]), item["file"])
     elif kind == "folder":
         client.log_artifacts(run_id, item["path"], item["to"])
     elif kind == "status":

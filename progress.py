@@ -31,6 +31,7 @@ class Progress(TrainerCallback):
         self.config, self.console, self.peak, self.run_dir, self.record = config, console, peak, run_dir, record
         self.stop, self.facts, self.evaluation, self.can_think = stop, facts, evaluation, can_think
         self.reward_names = [reward.__name__ for reward in task.REWARDS]
+        self.examples = task.EXAMPLES
         self.best_reward = max(sum(example["rewards"]) for example in task.EXAMPLES)
         self.seconds = []
         self.warned = set()
@@ -115,6 +116,18 @@ class Progress(TrainerCallback):
             self.record.warning(name, text, step)
             if name == "all_zero":
                 self.show(self.completions(step).iloc[:3])
+
+    def reward_curve(self, history: list[dict]) -> dict | None:
+        """The trainer's history as pictures.reward_curve draws it, or None before the first step."""
+        names, examples = self.reward_names, self.examples
+        steps = [
+            {"step": log["step"], **{name: log.get(f"rewards/{name}/mean") for name in names}}
+            for log in history
+            if "reward" in log
+        ]
+        best = {name: float(max(example["rewards"][i] for example in examples)) for i, name in enumerate(names)}
+        held_out = self.facts["held_out"]
+        return {"steps": steps, "rewards": names, "best": best, "held_out": held_out} if steps else None
 
     def completions(self, step: int):
         """TRL's table of a step, with the last message of each prompt and completion."""

@@ -117,6 +117,7 @@ class Record:
 
         self.store, self.project, self.run_dir = store, project, run_dir
         self.kv_cache_gib = 0.0  # vLLM's, once it is there
+        self.figures = {}  # for the end: by name in pictures.FIGURES, a function that returns the data, or None
         self.client = mlflow.MlflowClient()
         params = {k: v for k, v in dataclasses.asdict(config).items() if k != "model"}
         params |= {
@@ -251,16 +252,39 @@ class Record:
         story = "".join(traceback.format_exception(error))
         self.journal.put("text", text=f"{explained}\n\n{story}", file="failure.txt")
 
-    def end(self, status: str, say, stop=None) -> str | None:
-        """Close the run as FINISHED, FAILED or KILLED; returns what the store does not have, in words, or None.
+    def pictures(self, say) -> None:
+        """Draw what `figures` has by now; what cannot be drawn is said, and stops nothing."""
+        for name, data_so_far in self.figures.items():
+            try:
+                if data := data_so_far():
+                    self.picture(name, data)
+            except Exception as error:
+                say(f"{name}.png could not be drawn: {type(error).__name__}: {one_line(error)}")
 
-        A signal to `stop`, a stopping.Stop, ends the wait for a slow store.
+    def picture(self, name: str, data) -> None:
+        """A figure of pictures.FIGURES, as a file in the run's folder and as an artifact."""
+        import pictures
+
+        figure, file = pictures.FIGURES[name](data), self.run_dir / f"{name}.png"
+        try:
+            figure.savefig(file)
+        except OSError:  # a full disk: it is only recorded
+            with contextlib.suppress(OSError):
+                file.unlink(missing_ok=True)
+        self.journal.put("figure", name=name, data=data, file=file.name)
+
+    def end(self, status: str, say, stop=None) -> str | None:
+        """Draw the figures, and close the run as FINISHED, FAILED or KILLED.
+
+        Returns what the store does not have, in words, or None. A signal to `stop`, a stopping.Stop, ends the wait for a slow
+        store.
         """
         import mlflow
 
-        self.journal.put("status", status=status)
         if stop:
             stop.hurry = self.journal.given_up.set
+        self.pictures(say)
+        self.journal.put("status", status=status)
         missing = self.journal.close(say)
         # also where the store is away, the run must not stay the active one
         with contextlib.suppress(Exception), impatience() if missing else contextlib.nullcontext():

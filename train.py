@@ -362,6 +362,7 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
         callbacks=[progress],
     )
     run.trainer_arguments(trainer.args)
+    run.figures["reward_curve"] = lambda: progress.reward_curve(trainer.state.log_history)
     if "ref" in model.peft_config:
         # TRL's copy of an untrained adapter, as the reference for beta: the base model is the same, without a second LoRA,
         # and a checkpoint that held both would resume with the wrong one

@@ -35,6 +35,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 import adapter
 import checkpoints
 import models
+import pictures
 from checks import Refused
 from conftest import ROOT, Server
 from conftest import train as run_script
@@ -159,7 +160,7 @@ def test_sigterm_ends_the_step_and_leaves_checkpoint_adapter_and_the_way_to_go_o
     assert f"adapter: {stopped.run_dir / 'final-adapter'} (largest entry of B 0." in stopped.said
     run = recorded(stopped)
     assert run.status == "KILLED" and set(run.history("loss")) == {1, 2, 3, 4, 5}
-    assert "lora/adapter_model.safetensors" in run.artifacts("lora")
+    assert "lora/adapter_model.safetensors" in run.artifacts("lora") and "reward_curve.png" in run.artifacts()
 
 
 def test_the_second_signal_stops_at_once(lab, tmp_path):
@@ -488,7 +489,8 @@ def test_a_full_disk_is_told_and_the_adapter_kept_elsewhere(tiny, disk, tmp_path
         "--output-dir outputs: make room there" in done.stdout and f"{run_dir.name}/checkpoints/checkpoint-2\n" in done.stdout
     )
     record = Recorded(f"sqlite:///{tmp_path / 'mlflow.db'}", run_dir)
-    assert record.status == "FAILED" and set(record.history("loss")) >= {1, 2, 3} and "lora" in record.artifacts()
+    assert record.status == "FAILED" and set(record.history("loss")) >= {1, 2, 3}
+    assert {"lora", "reward_curve.png"} <= record.artifacts() and not (run_dir / "reward_curve.png").exists()
 
 
 def test_a_disk_that_becomes_read_only_is_told_and_the_adapter_kept_elsewhere(lab, disk, tmp_path):
@@ -572,7 +574,7 @@ def test_a_server_that_dies_loses_nothing(lab, server, tmp_path):
     assert run.code == 3 and run.seconds < 60 and "step 8/8" in run.said, run.said
     assert (run.run_dir / "final-adapter" / "adapter_model.safetensors").is_file()
     said = run.said[run.said.index("NOT RECORDED in ") :]
-    assert "metrics of steps " in said and " to 8" in said and "lora" in said and "status FINISHED" in said
+    assert "metrics of steps " in said and " to 8" in said and "lora" in said and "reward_curve.png, status FINISHED" in said
     assert said.rstrip().endswith(f"with MLFLOW_TRACKING_URI as it was: uv run python record.py outputs/{run.run_dir.name}")
 
     # as it is printed, with the server still away: refused in one line
@@ -593,6 +595,8 @@ def test_a_server_that_dies_loses_nothing(lab, server, tmp_path):
     samples = json.loads(record.read("samples.json", tmp_path))["data"]
     assert [row[0] for row in samples] == [2] * 4 + [4] * 4 + [6] * 4 + [8] * 4
     assert "lora/adapter_model.safetensors" in record.artifacts("lora") and record.status == "FINISHED"
+    drawn = Path(record.client.download_artifacts(record.id, "reward_curve.png", tmp_path))
+    assert drawn.read_bytes() == (run.run_dir / "reward_curve.png").read_bytes()
 
     # and into another store, where the run is new
     with mock.patch.dict(os.environ, MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path / 'other.db'}"), contextlib.chdir(tmp_path):
@@ -601,6 +605,13 @@ def test_a_server_that_dies_loses_nothing(lab, server, tmp_path):
     copy = Recorded(f"sqlite:///{tmp_path / 'other.db'}", run.run_dir)
     assert copy.history("reward") == record.history("reward") and copy.params == record.params
     assert copy.status == "FINISHED" and "lora" in copy.artifacts()
+
+
+def test_a_figure_that_cannot_be_drawn_is_told_and_stops_nothing(lab, tmp_path):
+    with mock.patch.dict(pictures.FIGURES, reward_curve=mock.Mock(side_effect=ValueError("no ink"))):
+        run = lab(tmp_path, "--max-steps", 1, "--eval-problems", 0)
+    assert run.code == 0 and "reward_curve.png could not be drawn: ValueError: no ink\n" in run.said
+    assert recorded(run).status == "FINISHED" and "reward_curve.png" not in recorded(run).artifacts()
 
 
 def test_a_server_that_never_answers_is_refused_in_time(lab, tmp_path):
