@@ -72,16 +72,19 @@ def small_run(tmp_path_factory):
 
 
 class Server:
-    """A real `mlflow server` on loopback, with its database and artifacts in `folder`; it can be killed and started again."""
+    """A real `mlflow server` on loopback, with its log in `folder`; it can be killed and started again.
 
-    def __init__(self, folder, *arguments):
+    Without `store` its database lies there too, and without further `arguments` its artifacts.
+    """
+
+    def __init__(self, folder, *arguments, verb="server", store=None):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.folder, self.address = folder, f"http://127.0.0.1:{self.port}"
         folder.mkdir(exist_ok=True)
-        self.command = [sys.executable, "-m", "mlflow", "server", "--port", str(self.port), "--workers", "1",
-                        "--backend-store-uri", f"sqlite:///{folder / 'server.db'}",
+        self.command = [sys.executable, "-m", "mlflow", verb, "--port", str(self.port), "--workers", "1",
+                        "--backend-store-uri", store or f"sqlite:///{folder / 'server.db'}",
                         *(arguments or ("--artifacts-destination", str(folder / "artifacts")))]  # fmt: skip
         self.start()
 
