@@ -103,7 +103,8 @@ def memory(data: dict) -> Figure:
     rows, limit = data["rows"], data["limit_gib"]
     figure, axes = canvas(height=max(4.5, 1.4 + 0.46 * len(rows)))
     largest = max(value for row in rows for value in (row["predicted_gib"], row["measured_gib"]) if is_number(value)) or 1
-    beside = dict(fontsize=TEXT - 1, va="center", xytext=(5, 0), textcoords="offset points")
+    paper = dict(facecolor="white", edgecolor="none", pad=1)  # where the limit's line passes
+    beside = dict(fontsize=TEXT - 1, va="center", xytext=(5, 0), textcoords="offset points", bbox=paper)
     for i, row in enumerate(rows):
         predicted, measured = row["predicted_gib"], row["measured_gib"]
         axes.barh(i - 0.2, predicted, 0.36, color="white", edgecolor=BLUE, hatch="///", linewidth=1.2)
