@@ -17,14 +17,16 @@ from pathlib import Path
 MIN_DRIVER = 580
 # Bfloat16 arithmetic came with Ampere.
 MIN_COMPUTE_CAPABILITY = (8, 0)
+# The linear layers of the models that the lab knows, which can have a LoRA.
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class Refused(Exception):
     """A mistake of the user's, in one or two lines; `train.py` prints it and exits with 2."""
 
 
-def check_config(config, gpu) -> None:
-    """Refuse a config that is wrong in itself. `gpu` is `gpu.Gpu` or None. Imports nothing heavy."""
+def check_config(config) -> None:
+    """Refuse a config that is wrong in itself, on any machine. Imports nothing heavy."""
     for name in ("max_steps", "max_prompt_length", "max_completion_length", "lora_r", "lora_alpha", "train_problems",
                  "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations", "save_steps"):  # fmt: skip
         if getattr(config, name) < 1:
@@ -60,6 +62,14 @@ def check_config(config, gpu) -> None:
         for name in ("vllm_importance_sampling_correction", "gpu_memory_utilization"):
             if getattr(config, name):
                 raise Refused(f"{flag(name)} {getattr(config, name)}: it is about vLLM; add --fast-inference or leave it away")
+    unknown = [name for name in config.target_modules if name not in PROJECTIONS]
+    if unknown or not config.target_modules:
+        wrong = " ".join(unknown) or "(none)"
+        raise Refused(f"--target-modules {wrong}: the layers that can have a LoRA are {' '.join(PROJECTIONS)}")
+
+
+def check_machine(config, gpu) -> None:
+    """Refuse what the machine cannot do. `gpu` is `gpu.Gpu` or None."""
     if gpu is None:
         if config.fast_inference:
             raise Refused(

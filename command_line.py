@@ -10,7 +10,7 @@ import checkpoints
 from checks import Refused
 
 
-def parse(config_class, presets: dict, arguments: list[str], gpu):
+def parse(config_class, presets: dict, arguments: list[str], gpu, program: str = "train.py"):
     """The config of a run. Raises Refused, in tyro's words, for what is none, and for a checkpoint that cannot be found."""
     import tyro
 
@@ -34,7 +34,7 @@ def parse(config_class, presets: dict, arguments: list[str], gpu):
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
-            config = tyro.cli(config_class, args=arguments, default=default, prog="train.py")
+            config = tyro.cli(config_class, args=arguments, default=default, prog=program)
         return dataclasses.replace(config, resume_from_checkpoint=str(folder)) if wanted else config
     except SystemExit as stop:
         if not stop.code:

@@ -12,7 +12,10 @@ import threading
 
 import pynvml
 
-from checks import Refused, flag
+import budget
+import models
+import shapes
+from checks import Refused
 from stopping import time_limit
 
 GIB = 2**30
@@ -28,6 +31,18 @@ class Gpu:
     driver: str
     total_gib: float
     compute_capability: tuple[int, int]
+
+    @property
+    def bandwidth_gbps(self) -> float:
+        """Of its memory, in GB/s, from clock and bus as NVML has them: two transfers a clock."""
+        handle = pynvml.nvmlDeviceGetHandleByUUID(self.uuid)
+        clock = pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_MEM)  # MHz
+        return 2 * clock * pynvml.nvmlDeviceGetMemoryBusWidth(handle) / 8 / 1000
+
+    def free_gib(self) -> float:
+        """What no process holds, without the driver's reserve."""
+        handle = pynvml.nvmlDeviceGetHandleByUUID(self.uuid)
+        return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).free / GIB
 
     def used_gib(self) -> float:
         """Memory in use on the whole card, by every process, without the driver's reserve."""
@@ -75,6 +90,7 @@ class PeakMemory(threading.Thread):
         super().__init__(daemon=True)
         self.gpu = gpu
         self.start_gib = self.peak_gib = gpu.used_gib()
+        self.free_gib = gpu.free_gib()  # at the start, before this process took any
         self.over = threading.Event()
         self.stop = self.over.set
         self.start()
@@ -87,81 +103,42 @@ class PeakMemory(threading.Thread):
             self.peak_gib = math.nan  # no figure is better than a stale one
 
 
-def make_room(limit_gib: float | None, gpu: Gpu, start_gib: float) -> float:
-    """GiB that torch and vLLM may take: what is free on the card, or with a limit what is left of that, and no more.
+def memory_plan(config, gpu: Gpu, model: str, free_gib: float) -> tuple[shapes.Shape, budget.Plan]:
+    """The shape of a model folder or hub id, and the budget of a run with it where so much of the card is free.
 
-    torch can cap its own allocator alone. So the CUDA context, measured here against `start_gib` (what the card held
-    before), and 0.5 GiB for the libraries and graphs that load later are taken off the limit first.
+    Refuses what cannot fit, with the nearest that does, unless the config says --force.
+    """
+    shape = shapes.shape_of(models.shape_source(model, config.load_in_4bit))
+    plan = budget.plan(config, shape, min(config.vram_limit_gib or math.inf, free_gib), gpu.total_gib)
+    why = budget.refusal(config, shape, plan, gpu.total_gib)
+    if why and not config.force:
+        raise Refused(f"{why}; or --force, which trains one completion at a time where a batch is too much")
+    return shape, plan
+
+
+def hold_to(limit_gib: float, plan) -> None:
+    """Let this process take no more of the card than a limit, CUDA context included.
+
+    torch can cap its own allocator alone, so what the plan expects beside it is taken off the limit.
     """
     import torch
 
-    torch.zeros(1, device="cuda")
-    free, total = torch.cuda.mem_get_info()
-    if limit_gib is None:
-        return free / GIB
-    room = max(limit_gib - (gpu.used_gib() - start_gib) - 0.5, 0)
-    torch.cuda.set_per_process_memory_fraction(room * GIB / total)
-    return min(room, free / GIB)
+    total = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction((limit_gib - plan.beside_torch_gib) * GIB / total)
 
 
-def engine_gib(model: str, load_in_4bit: bool, lora_r: int) -> tuple[float, float]:
-    """GiB that vLLM needs for a model folder or hub id beside its KV cache, and GiB of that cache for one token.
-
-    The former is weights, adapter, and 0.7 more: the peak activation (0.24), the CUDA graphs (0.34 for 16 sequences) and
-    the rest, as vLLM 0.26 logs them on an H200. The weights come from the architecture, built without storage. In 4-bit a
-    linear layer takes 4 bits a weight and an 8-bit scale for each 64, unless the checkpoint lists it among those kept in
-    16 bits, as all else is.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(model)
-    quantization = getattr(config, "quantization_config", None) or {}
-    kept = quantization.get("llm_int8_skip_modules") or []
-    with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(config)
-    total = sum(p.numel() for p in network.parameters())
-    linear = [(name, m.weight) for name, m in network.named_modules() if isinstance(m, torch.nn.Linear)]
-    linear = [(name, weight) for name, weight in linear if weight is not network.get_output_embeddings().weight]
-    quantized = sum(w.numel() for name, w in linear if load_in_4bit and not any(part in name for part in kept))
-    adapter = sum(lora_r * sum(weight.shape) for _, weight in linear)
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    token_bytes = 4 * config.num_hidden_layers * kv_heads * head  # keys and values, in 16 bits
-    return (quantized * 4.125 / 8 + (total - quantized + adapter) * 2) / GIB + 0.7, token_bytes / GIB
-
-
-def vllm_arguments(config, model: str, gpu: Gpu, room_gib: float, free_gib: float) -> dict:
+def vllm_arguments(config, plan, free_gib: float) -> dict:
     """What turns Unsloth's loader into a loader with vLLM: its share of the card, and how many sequences it decodes.
 
-    `room_gib` is what this process may take, `free_gib` what is free on the card: Unsloth multiplies the share by that,
-    so it is handed over as a share of it. Raises Refused where the engine would leave less than 2.5 GiB of the room for
-    the training pass, which took 2.2 GiB for 8 completions of 1,024 tokens on Qwen3-4B's shape; and where it has no room
-    for one sequence, which vLLM by itself finds out after two loads of the model.
+    The share is the plan's; Unsloth multiplies it by `free_gib`, what is free on the card, so it is handed over as a share
+    of that.
     """
-    fixed, token = engine_gib(model, config.load_in_4bit, config.lora_r)
-    card = config.vram_limit_gib or gpu.total_gib
-    wanted = (config.gpu_memory_utilization or 0) * card or fixed + config.kv_cache_gib
-    least = fixed + token * config.max_seq_length
-    sequence = f"one sequence of {config.max_seq_length} tokens"
-    if wanted < least and config.gpu_memory_utilization:
-        raise Refused(
-            f"--gpu-memory-utilization {config.gpu_memory_utilization:g} is {wanted:.1f} GiB; weights, graphs and {sequence} "
-            f"take {least:.1f}: at least {math.ceil(least / card * 100) / 100:g}, or leave it away"
-        )
-    if wanted < least:
-        raise Refused(f"--kv-cache-gib {config.kv_cache_gib:g}: {sequence} takes {least - fixed:.2f}: at least that")
-    if wanted + 2.5 > room_gib:
-        knob = "gpu_memory_utilization" if config.gpu_memory_utilization else "kv_cache_gib"
-        raise Refused(
-            f"vLLM takes {wanted:.1f} GiB and training 2.5, but {room_gib:.1f} are there: a smaller {flag(knob)} (now "
-            f"{getattr(config, knob):g}), --load-in-4bit, a smaller --model, or --no-fast-inference"
-        )
     return {
         "fast_inference": True,
         "max_lora_rank": config.lora_r,
-        "gpu_memory_utilization": wanted / free_gib,
+        "gpu_memory_utilization": plan.share_gib / free_gib,
         "max_num_seqs": max(16, config.effective_batch),
+        "max_num_batched_tokens": max(budget.PREFILL_TOKENS, config.effective_batch),
     }
 
 

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from checks import Refused, one_line
+from shapes import is_built_in
 
 EMBEDDED = "smollm2-135m-instruct"
 USE_A_FOLDER = "a folder works without a hub: --model /path/to/model, holding config.json and the weights"
@@ -112,6 +113,27 @@ def resolve_model(name: str, load_in_4bit: bool, gpu) -> str:
     check_disk(name)
     download(name)
     return name
+
+
+def shape_source(name: str, load_in_4bit: bool) -> str:
+    """Where the shape of a model can be read without its weights: its folder, a config.json, or a name that is built in.
+
+    In 4-bit, Unsloth's quantized copy is looked for first, whose config.json lists what it keeps in 16 bits.
+    """
+    if name == EMBEDDED or Path(name).is_dir():
+        return name
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    for copy in [f"{name}-unsloth-bnb-4bit", f"{name}-bnb-4bit", name] if load_in_4bit else [name]:
+        config = try_to_load_from_cache(copy, "config.json")
+        if isinstance(config, str):
+            return config
+    if is_built_in(name):
+        return name
+    try:
+        return hf_hub_download(name, "config.json")
+    except Exception as error:
+        raise Refused(f"--model {name}: no config.json to be had ({one_line(error)}); {USE_A_FOLDER}") from None
 
 
 def download(name: str) -> None:

@@ -14,6 +14,7 @@ from transformers import TrainerCallback
 
 import checkpoints
 import symptoms
+import vram
 from data import last_message
 
 
@@ -24,12 +25,17 @@ class Diverged(Exception):
 class Progress(TrainerCallback):
     """The trainer's callback; `stop` is a stopping.Stop, `evaluation` a held_out.HeldOut or None.
 
-    `facts` go into each checkpoint: what is known of the run, and its held-out points so far.
+    `facts` go into each checkpoint: what is known of the run, and its held-out points so far. `phases` is a phases.Phases;
+    `meter` a vram.Meter, and `pace` a function from sequences and their tokens to the card's tokens a second: both None on
+    a CPU.
     """
 
-    def __init__(self, config, task, console, peak, run_dir, record, stop, facts, evaluation, can_think):
+    def __init__(self, config, task, console, peak, run_dir, record, stop, facts, evaluation, can_think, phases, meter, pace):
         self.config, self.console, self.peak, self.run_dir, self.record = config, console, peak, run_dir, record
         self.stop, self.facts, self.evaluation, self.can_think = stop, facts, evaluation, can_think
+        self.phases, self.meter, self.pace = phases, meter, pace
+        self.memory = []  # rows of the memory table, once training is over
+        self.tokens_seen = self.tokens_in_step = 0
         self.reward_names = [reward.__name__ for reward in task.REWARDS]
         self.examples = task.EXAMPLES
         self.best_reward = max(sum(example["rewards"]) for example in task.EXAMPLES)
@@ -37,6 +43,7 @@ class Progress(TrainerCallback):
         self.warned = set()
 
     def on_train_begin(self, args, state, control, optimizer=None, lr_scheduler=None, **kwargs):
+        self.tokens_seen = state.num_input_tokens_seen
         if state.global_step:  # a checkpoint brings its learning rate and weight decay back: the config's may be others
             lr_scheduler.base_lrs = [args.learning_rate] * len(lr_scheduler.base_lrs)
             lr_scheduler.last_epoch -= 1
@@ -47,6 +54,7 @@ class Progress(TrainerCallback):
         self.look_back(state)
         self.console.doing = f"training, step {state.global_step + 1}"
         self.start = time.perf_counter()
+        self.phases.begin_step()
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
@@ -55,10 +63,19 @@ class Progress(TrainerCallback):
                 f"grad_norm is {norm:.0f} in step {state.global_step + 1}, which was not taken: the adapter is the one before. "
                 f"A smaller --learning-rate (now {self.config.learning_rate:g}), and rewards that are finite, keep it a number"
             )
+        if self.meter:
+            self.meter.gradients(model)
+        self.phases.enter("optimizer")
+
+    def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        self.phases.leave()
+        if self.meter:
+            self.meter.optimizer(optimizer)
 
     def on_step_end(self, args, state, control, **kwargs):
         step, config = state.global_step, self.config
         self.seconds.append(time.perf_counter() - self.start)
+        self.parts = self.phases.end_step()
         if self.stop.asked is None and config.eval_steps and step % config.eval_steps == 0 and step < config.max_steps:
             self.evaluation.during(step)
             self.console.doing = f"training, step {step}"
@@ -69,6 +86,9 @@ class Progress(TrainerCallback):
         control.should_save = between and (due or self.stop.asked is not None)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            logs = {**logs, **self.speed(logs)}
+            state.log_history[-1].update(logs)
         self.record.metrics(logs, state.global_step)
         if "loss" in logs:  # the summary after the last step has none
             self.console.say(self.line(state.global_step, logs))
@@ -80,6 +100,25 @@ class Progress(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self.look_back(state)
+        if self.meter and self.seconds:
+            self.memory = self.meter.trained()
+            self.record.memory_table(self.memory)
+            for line in vram.in_words(self.memory):
+                self.console.say(line)
+
+    def speed(self, logs: dict) -> dict[str, float]:
+        """Seconds of the step by part, tokens a second, and what share that is of what the card's bandwidth allows."""
+        found = {f"seconds/{part}": seconds for part, seconds in self.parts.items()}
+        if "completions/mean_length" in logs:  # steps that use completions again generate none
+            self.tokens_in_step, self.tokens_seen = logs["num_tokens"] - self.tokens_seen, logs["num_tokens"]
+            generated = logs["completions/mean_length"] * self.config.effective_batch
+            found["tokens_per_second/generated"] = generated / self.parts["generation"]
+            if self.pace and generated:
+                context = (self.tokens_in_step - generated / 2) / self.config.effective_batch
+                allowed = self.pace(self.config.effective_batch, context)
+                found["roofline_share"] = found["tokens_per_second/generated"] / allowed
+        found["tokens_per_second/trained"] = self.tokens_in_step / self.parts["forward_backward"]
+        return found
 
     def line(self, step: int, logs: dict) -> str:
         """Reward, its parts, KL where there is one, generated tokens a second over the whole step, seconds, memory."""
@@ -116,6 +155,18 @@ class Progress(TrainerCallback):
             self.record.warning(name, text, step)
             if name == "all_zero":
                 self.show(self.completions(step).iloc[:3])
+
+    def step_time(self, history: list[dict]) -> list[dict]:
+        """The trainer's history as pictures.step_time draws it."""
+        return [
+            {"step": log["step"], **{k.removeprefix("seconds/"): v for k, v in log.items() if k.startswith("seconds/")}}
+            for log in history
+            if "seconds/rest" in log
+        ]
+
+    def memory_bars(self) -> dict | None:
+        """The memory table as pictures.memory draws it, or None before the end and on a CPU."""
+        return {"rows": self.memory, "limit_gib": self.meter.plan.usable_gib} if self.memory else None
 
     def reward_curve(self, history: list[dict]) -> dict | None:
         """The trainer's history as pictures.reward_curve draws it, or None before the first step."""

@@ -222,24 +222,39 @@ class Record:
         text = json.dumps({k: str(v) for k, v in arguments.to_dict().items()}, indent=1)
         self.journal.put("text", text=text, file="trainer_arguments.json")
 
-    def memory(self, peak) -> str:
-        """Log the peaks, and say them: torch's counter (its live tensors), and the whole card's, from NVML."""
-        import torch
+    def plan(self, plan) -> None:
+        """The memory plan, a budget.Plan: predicted GiB by line as metrics, its lines with their formulas as a text."""
+        import budget
 
+        values = {f"vram_predicted/{line.key}_gib": line.gib for line in plan.lines if line.gib}
+        self.metrics({**values, "vram_predicted/total_gib": plan.total_gib})
+        self.journal.put("text", text="\n".join(budget.table(plan)), file="memory_plan.txt")
+
+    def memory_table(self, rows: list[dict]) -> None:
+        """Predicted and measured GiB by line: the measured ones as metrics, all as a table."""
+        measured = {f"vram/{row['key']}_gib": row["measured_gib"] for row in rows}
+        self.metrics(measured)
+        columns = {name: [row[name] for row in rows] for name in rows[0]}
+        self.journal.put("table", columns=columns, file="memory.json")
+
+    def memory(self, peak, phases) -> str:
+        """Log the peaks, and say them: torch's counter (its live tensors), and the whole card's, from NVML."""
         if peak is None:
             from progress import memory_gib
 
             self.metrics({"rss_peak_gib": memory_gib(None)})
             return f"peak memory {memory_gib(None):.2f} GiB of RAM (no GPU, so no VRAM)"
-        torch_gib = torch.cuda.max_memory_allocated() / 2**30
+        phases.settle()
+        torch_gib, reserved_gib = phases.allocated / 2**30, phases.reserved / 2**30
         self.metrics({
             "vram_peak_gib": torch_gib,
-            "vram_peak_reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+            "vram_peak_reserved_gib": reserved_gib,
             "vram_peak_nvml_gib": peak.peak_gib,
             "vram_before_nvml_gib": peak.start_gib,
         })  # fmt: skip
         return (
-            f"peak VRAM {torch_gib:.2f} GiB by torch, {peak.peak_gib:.2f} GiB on the card ({peak.start_gib:.2f} at the start)"
+            f"peak VRAM {torch_gib:.2f} GiB in torch's tensors, {reserved_gib:.2f} in its blocks, {peak.peak_gib:.2f} on the "
+            f"card ({peak.start_gib:.2f} at the start)"
         )
 
     def adapter(self, folder: Path, to: str = "lora") -> None:

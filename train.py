@@ -12,6 +12,7 @@ The qwen3-4b preset is the chapter's config. Where it departs from the chapter, 
 
 import contextlib
 import dataclasses
+import functools
 import os
 import shutil
 import sys
@@ -20,15 +21,17 @@ from pathlib import Path
 from typing import Literal
 
 import adapter
+import budget
 import checkpoints
 import checks
 import command_line
 import models
 import out_of_memory
 import record
+import roofline
 from console import Console, open_closed_streams
 from data import build_dataset, can_think, drop_long_prompts, in_order
-from gpu import PeakMemory, bounded_start, check_engine, find_gpu, leave_process_group, make_room, vllm_arguments
+from gpu import PeakMemory, bounded_start, check_engine, find_gpu, hold_to, leave_process_group, memory_plan, vllm_arguments
 from stopping import Stop, Stopped
 
 PROJECT = Path(__file__).resolve().parent
@@ -72,6 +75,8 @@ class Config:
     """Quantize the frozen base to NF4: a quarter of the memory."""
     lora_r: int = 16
     """LoRA rank: 33 M trainable parameters on Qwen3-4B at 16."""
+    target_modules: tuple[str, ...] = checks.PROJECTIONS
+    """The projections that get a LoRA."""
     lora_alpha: int = 16
     """LoRA scale: the update is multiplied by lora_alpha / lora_r."""
     gradient_checkpointing: bool = True
@@ -100,6 +105,8 @@ class Config:
     """Seconds for loading the model and starting vLLM, downloads not counted; a start that hangs is ended then."""
     vram_limit_gib: float | None = None
     """Hold the process to so much of the card, CUDA context included: a smaller card, imitated."""
+    force: bool = False
+    """Start although the memory plan (budget.py) says that it cannot fit."""
 
     # the algorithm
     num_generations: int = 8
@@ -217,9 +224,12 @@ def main(arguments: list[str] | None = None) -> None:
     config = command_line.parse(Config, PRESETS, sys.argv[1:] if arguments is None else arguments, gpu)
     other = "smollm2 needs none" if config.preset == "qwen3-4b" else "qwen3-4b needs one with 16 GB and driver 580 or newer"
     print(f"preset {config.preset}: {seen}; {other}", flush=True)
-    checks.check_config(config, gpu)
+    checks.check_config(config)
+    checks.check_machine(config, gpu)
     checks.check_output_dir(Path(config.output_dir))
     models.check_model(config.model, config.load_in_4bit)
+    if gpu:
+        print("\n".join(budget.table(memory_plan(config, gpu, config.model, gpu.free_gib())[1])), flush=True)
     origin = checkpoints.origin_of(config) if config.resume_from_checkpoint else None
 
     # data: prompts for training, problems that training never sees, and rewards that pass their own examples
@@ -303,7 +313,9 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     from trl import GRPOConfig, GRPOTrainer
 
     from held_out import HeldOut
+    from phases import Phases
     from progress import Progress
+    from vram import Meter
 
     stop.raise_if_asked()
     if gpu and not torch.cuda.is_available():
@@ -320,12 +332,18 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     run.training_data(train_set, drawn - len(train_set), config.task)
 
     # model: the frozen base, with vLLM beside it where wanted, and a LoRA on its seven projections
-    vllm = {}
+    vllm, phases, meter, pace = {}, Phases(on_gpu=gpu is not None), None, None
     if gpu:
-        torch.cuda.reset_peak_memory_stats()
-        room_gib = make_room(config.vram_limit_gib, gpu, peak.start_gib)
+        shape, plan = memory_plan(config, gpu, name, peak.free_gib)  # with the file of the very copy that loads
+        run.plan(plan)
+        meter = Meter(gpu, peak, phases, plan)
+        meter.at("context")
+        if config.vram_limit_gib:
+            hold_to(config.vram_limit_gib, plan)
         if config.fast_inference:
-            vllm = vllm_arguments(config, name, gpu, room_gib, free_gib=torch.cuda.mem_get_info()[0] / 2**30)
+            vllm = vllm_arguments(config, plan, free_gib=torch.cuda.mem_get_info()[0] / 2**30)
+            meter.watch_engine()
+        pace = functools.partial(roofline.ceiling, config, shape, gpu.bandwidth_gbps)
     with bounded_start(console, run, config.vllm_start_timeout) if vllm else contextlib.nullcontext():
         model, tokenizer = FastLanguageModel.from_pretrained(
             model_name=name,
@@ -343,16 +361,19 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
         lora_alpha=config.lora_alpha,
         lora_dropout=0.0,
         bias="none",
-        target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        target_modules=list(config.target_modules),
         use_gradient_checkpointing="unsloth" if config.gradient_checkpointing else False,
         random_state=config.seed,
     )
     run.loaded(model)
+    if meter:
+        meter.loaded(model)
 
     # trainer: TRL's own, which Unsloth has patched to sample from the engine above
     facts = checkpoints.facts_of_run(config, run.run_id, run_dir, origin)
     evaluation = HeldOut(config, task, model, tokenizer, held_out, run_dir, run, console, facts) if held_out else None
-    progress = Progress(config, task, console, peak, run_dir, run, stop, facts, evaluation, can_think(config, tokenizer))
+    progress = Progress(config, task, console, peak, run_dir, run, stop, facts, evaluation,
+                        can_think(config, tokenizer), phases, meter, pace)  # fmt: skip
     trainer = GRPOTrainer(
         model=model,
         processing_class=tokenizer,
@@ -361,8 +382,13 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
         train_dataset=in_order(train_set, config),
         callbacks=[progress],
     )
+    phases.attach(trainer)
     run.trainer_arguments(trainer.args)
-    run.figures["reward_curve"] = lambda: progress.reward_curve(trainer.state.log_history)
+    run.figures = {
+        "reward_curve": lambda: progress.reward_curve(trainer.state.log_history),
+        "memory": progress.memory_bars,
+        "step_time": lambda: progress.step_time(trainer.state.log_history),
+    }
     if "ref" in model.peft_config:
         # TRL's copy of an untrained adapter, as the reference for beta: the base model is the same, without a second LoRA,
         # and a checkpoint that held both would resume with the wrong one
@@ -397,7 +423,7 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     stop.raise_if_asked()
     if evaluation:
         evaluation.after(trainer.state.global_step, adapter_dir)
-    console.say(run.memory(peak))
+    console.say(run.memory(peak, phases))
 
 
 def grpo_arguments(config: Config, run_dir: Path, on_gpu: bool) -> dict:

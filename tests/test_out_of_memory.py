@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import out_of_memory
-from checks import check_batch, check_config
+from checks import check_batch, check_config, check_machine
 from gpu import Gpu
 from out_of_memory import ORDER, Memory, explain, in_words, knobs, phase_of
 from train import PRESETS
@@ -268,7 +268,8 @@ def test_every_knob_obeys_the_rules(memory, on_card):
             for change in proposed:
                 changed = dataclasses.replace(config, **{k: v for k, v in change.items() if k != "model"})
                 check_batch(changed)
-                check_config(dataclasses.replace(changed, optim="sgd"), card)
+                check_config(dataclasses.replace(changed, optim="sgd"))
+                check_machine(dataclasses.replace(changed, optim="sgd"), card)
                 assert changed != config or "model" in change
                 cache = changed.kv_cache_gib if changed.fast_inference else math.inf
                 assert change.keys() != {"kv_cache_gib"} or cache >= changed.max_seq_length * 0.5 / 1024

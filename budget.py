@@ -1,0 +1,404 @@
+"""Where the memory of a run goes, line by line, before anything loads, and how fast the card could make it.
+
+    uv run python budget.py                                          the chapter's config on an RTX 5080
+    uv run python budget.py --card rtx-4090 --model Qwen/Qwen3-8B --num-generations 16
+    uv run python budget.py --vram-gib 11.5 --bandwidth-gbps 504 --model path/to/config.json
+
+Flags are train.py's own, and the card: --card, or --vram-gib and --bandwidth-gbps. No GPU and no heavy library is needed.
+
+Memory is in GiB (2**30 bytes). A line is `computed` where shapes alone decide it, and `estimated` where its coefficients were
+fitted to runs on an H200 (README.md, The budget). The lines are those of the chapter *GRPO on 16GB*, as the stack of uv.lock
+has them.
+"""
+
+import dataclasses
+import math
+import sys
+
+from cards import CARDS, Card
+from checks import Refused, check_config, flag
+from roofline import ceiling, step_floor, token_step_bytes, training_flops
+from shapes import Shape, shape_of, weights_of
+
+GIB = 2**30
+PREFILL_TOKENS = 2048  # what vLLM takes in one prefill pass, and profiles itself with
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One line of the budget."""
+
+    key: str  # as in the metric vram/<key>_gib
+    title: str
+    gib: float
+    kind: str  # computed or estimated
+    formula: str
+    counted_gib: float  # what it adds to the peak: less, where others are gone by the time that it comes
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The budget of one config on one card."""
+
+    lines: tuple[Line, ...]
+    usable_gib: float
+    share_gib: float  # what vLLM is told to take: weights, adapter slots, activations, KV cache; 0 without vLLM
+    utilization: float  # the same as a share of the card: gpu_memory_utilization
+    beside_torch_gib: float  # what the card holds for the process outside of torch's allocator
+    kv_tokens: int
+
+    def __getitem__(self, key: str) -> Line:
+        return next(line for line in self.lines if line.key == key)
+
+    @property
+    def total_gib(self) -> float:
+        return sum(line.counted_gib for line in self.lines)
+
+    @property
+    def headroom_gib(self) -> float:
+        return self.usable_gib - self.total_gib
+
+
+def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None) -> Plan:
+    """The budget of a train.Config where `usable_gib` of a card with `card_gib` (or as much) may be used."""
+    vllm, card_gib = config.fast_inference, config.vram_limit_gib or card_gib or usable_gib
+    lora = shape.lora_parameters(config.lora_r, config.target_modules)
+    sequences = max(16, config.effective_batch)  # what vLLM may decode at once
+    tokens = config.per_device_train_batch_size * config.max_seq_length
+    weights, of_weights = weights_of(shape, config.load_in_4bit)
+    slots = vllm * slot_bytes(shape, config.lora_r)
+    state, of_state = optimizer_bytes(config.optim, lora)
+    profile = vllm * profile_bytes(shape, sequences)
+    around = weights + slots + profile + VLLM_ITSELF
+    if vllm and config.gpu_memory_utilization:
+        kv = max(config.gpu_memory_utilization * card_gib * GIB - around, 0)
+    else:
+        kv = config.kv_cache_gib * GIB if vllm else config.effective_batch * config.max_seq_length * shape.kv_bytes
+    kv_tokens = int(kv / shape.kv_bytes) // 16 * 16
+    of_kv = f"{kv_tokens:,} tokens of {shape.kv_bytes:,} bytes: {kv_tokens // config.max_seq_length} sequences of full length"
+    if not vllm:  # it grows by copies, and is gone when training begins
+        kv *= GENERATE_COPIES
+        of_kv = f"generate()'s, with its copies: {kv_tokens:,} tokens of {shape.kv_bytes:,} bytes"
+    inputs, of_inputs = kept_bytes(config, shape, tokens)
+    block = config.gradient_checkpointing * block_bytes(shape, tokens)
+    logits, of_logits = logits_bytes(config, shape, card_gib)
+    graphs = vllm * graph_bytes(config, shape, sequences)
+    slack = SLACK_WITH_CHECKPOINTING if config.gradient_checkpointing else SLACK
+    other = UNSLOTHS_OWN + config.gradient_checkpointing * 2 * tokens * shape.hidden
+    # with checkpointing the logits are gone when the backward pass is at its peak; without, all blocks stand beside them
+    beside_logits = inputs + block if config.gradient_checkpointing else 0
+    training = inputs + block + max(logits - beside_logits, 0) + 4 * lora
+
+    def line(key, title, size, kind, formula, counted=None):
+        return Line(key, title, size / GIB, kind, formula, (size if counted is None else max(counted, 0)) / GIB)
+
+    kv_line = "computed" if vllm else "estimated"
+    lines = (
+        line("weights", "base weights", weights, "computed", of_weights),
+        line("context", "CUDA context", CONTEXT, "estimated", "with libraries and kernels, as on an H200"),
+        line("lora", "LoRA adapter", 4 * lora + slots, "computed",
+             f"{lora:,} parameters in 32 bits" + vllm * ", vLLM's slot in 16"),
+        line("gradients", "its gradients", 4 * lora, "computed", "as many, in 32 bits"),
+        line("optimizer", "optimizer state", state, "computed", of_state),
+        line("kv_cache", "KV cache", kv, kv_line, of_kv, kv if vllm else kv - training),
+        line("activations", "activations", inputs + block, "estimated", f"{of_inputs}, {tokens:,} tokens in one pass"),
+        line("logits", "logits chunk", logits, "estimated", of_logits, logits - beside_logits),
+        line("vllm_activations", "vLLM's activations", profile, "estimated",
+             f"{PREFILL_TOKENS:,} tokens in prefill, {sequences} sampled, while nothing trains", profile - training),
+        line("vllm_graphs", "vLLM's CUDA graphs", graphs, "estimated", f"{graph_count(sequences)} graphs and their pool"),
+        line("slack", "allocator slack", slack, "estimated", "torch's blocks that no tensor fills"),
+        line("other", "all else", other, "estimated", "Unsloth's staging buffers, rope tables, small tensors"),
+    )  # fmt: skip
+    share = vllm * (around + kv) / GIB
+    beside_torch = (CONTEXT + vllm * GRAPHS_BESIDE_TORCH) / GIB
+    return Plan(lines, usable_gib, share, share / card_gib, beside_torch, kv_tokens)
+
+
+# Bytes fitted to the runs in README.md, The budget: H200, driver 580.159.04, the stack of uv.lock.
+CONTEXT = round(0.807 * GIB)  # 0.67 when CUDA starts, and kernels and libraries as they load
+VLLM_ITSELF = 82 * 2**20  # in its share beside what has a line: 72 MiB outside of torch, 10 for rope tables
+GRAPHS_BESIDE_TORCH = round(0.13 * GIB)
+SLACK = round(0.05 * GIB)
+SLACK_WITH_CHECKPOINTING = round(0.19 * GIB)
+UNSLOTHS_OWN = 70 * 2**20
+GENERATE_COPIES = 3.3
+
+
+def slot_bytes(shape: Shape, r: int) -> int:
+    """vLLM's own copy of an adapter: room for all projections in 16 bits, and for embedding, head and logits."""
+    ends = (3 if shape.qk_norms else 2) * (shape.vocabulary + shape.hidden)
+    return 2 * (shape.lora_parameters(r) + r * ends)
+
+
+def optimizer_bytes(optim: str, parameters: int) -> tuple[int, str]:
+    """Bytes of the optimizer's state for so many 32-bit parameters, and in words what it is."""
+    if optim.endswith("adamw_8bit"):
+        paged = ", which may move to RAM" if optim.startswith("paged") else ""
+        return 2 * (parameters + parameters // 256 * 4), f"two moments in 8 bits, a scale for each 256{paged}"
+    if optim.startswith("adamw"):
+        return 8 * parameters, "two moments in 32 bits"
+    return 0, "a row and a column for each matrix: next to nothing" if optim == "adafactor" else "none"
+
+
+def kept_bytes(config, shape: Shape, tokens: int) -> tuple[int, str]:
+    """Bytes of `tokens` tokens, packed into one row, that stand in 16 bits until the backward pass is through.
+
+    With checkpointing that is each block's input. Unsloth moves those to RAM in the forward pass, but by the end of the
+    backward pass as much is on the card again.
+    """
+    if config.gradient_checkpointing:
+        return 2 * tokens * shape.layers * shape.hidden, f"{shape.layers} blocks' inputs and one block"
+    attention = 2 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    return 2 * tokens * shape.layers * (2 * shape.hidden + attention + 3 * shape.intermediate), f"{shape.layers} blocks whole"
+
+
+def block_bytes(shape: Shape, tokens: int) -> int:
+    """Bytes at work in one block's backward pass: three tensors as wide as the MLP, four as wide as the stream."""
+    return 2 * tokens * (3 * shape.intermediate + 4 * shape.hidden)
+
+
+def logits_bytes(config, shape: Shape, card_gib: float) -> tuple[int, str]:
+    """Bytes of the buffer in which Unsloth makes logits in 32 bits, a part at a time, and of the hidden states around it.
+
+    By the rules of unsloth_zoo 2026.10.9, fused_losses/fused_linear.py: tiles of at most 256 MiB on cards up to 24.5 GiB and
+    from 4,096 tokens on, chunks of at least 512 rows of Qwen3's vocabulary else. A limit is no smaller card to it.
+    """
+    tokens = config.per_device_train_batch_size * config.max_completion_length
+    small = card_gib <= 24.5 and not config.vram_limit_gib
+    if small or tokens >= 4096:
+        rows = min(4096, tokens)
+        columns = max(2**28 // (4 * rows) // 16384, 1) * 16384
+        columns = min(columns, 16384 if small else columns, -(-shape.vocabulary // 16384) * 16384)
+    else:
+        least = min(max(2 ** math.floor(math.log2(512 * 151936 / shape.vocabulary)), 512), 4096)
+        rows = 2 ** math.floor(math.log2(max(tokens * shape.hidden / shape.vocabulary, 1)))
+        rows, columns = min(max(rows, least), 4096, tokens), shape.vocabulary
+    return 4 * rows * columns + 4 * tokens * shape.hidden, f"{rows:,} tokens x {columns:,} words in 32 bits"
+
+
+def profile_bytes(shape: Shape, sequences: int) -> int:
+    """Bytes at the peak of vLLM's profiling run: a block in prefill, the sampler's logits, and 50 MiB of workspace."""
+    return 2 * PREFILL_TOKENS * (3 * shape.intermediate + 2 * shape.hidden) + 20 * sequences * shape.vocabulary + 50 * 2**20
+
+
+def graph_count(sequences: int) -> int:
+    """CUDA graphs that vLLM captures, with LoRA and without: in pieces for batches up to twice the sequences, and whole."""
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
+    return 2 * sum((size <= 2 * sequences) + (size <= sequences) for size in sizes)
+
+
+def graph_bytes(config, shape: Shape, sequences: int) -> int:
+    """Bytes of the graphs: about 120 kB for each block in each, and their pool.
+
+    The pool holds 824 bytes for each unit of width and depth, and in 4-bit one block's MLP unpacked, in 16-bit cuBLAS's
+    workspace.
+    """
+    launches = (148_000 if config.load_in_4bit else 118_000) * graph_count(sequences) * shape.layers
+    work = 2 * 3 * shape.hidden * shape.intermediate if config.load_in_4bit else 64 * 2**20
+    return launches + work + 824 * shape.hidden * shape.layers + 12 * 2**20
+
+
+def full_finetuning(config, shape: Shape) -> tuple[float, str]:
+    """GiB of training all parameters as the chapter has it, without cache and activations, and in words what they are."""
+    p, logits = shape.parameters, 4 * config.per_device_train_batch_size * config.max_completion_length * shape.vocabulary
+    parts = {"weights and gradients in 16 bits": 4 * p, "32-bit weights and two moments": 12 * p}
+    if config.beta:
+        parts["a reference model in 16 bits"] = 2 * p
+    parts["all logits at once"] = logits
+    return sum(parts.values()) / GIB, ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
+
+
+def refusal(config, shape: Shape, plan_: Plan, card_gib: float) -> str | None:
+    """Why a plan cannot work, and the nearest that does, on one or two lines; None where it can."""
+    sequence = config.max_seq_length * shape.kv_bytes / GIB
+    if config.fast_inference and plan_.kv_tokens < config.max_seq_length:
+        cache = plan_["kv_cache"].gib
+        if config.gpu_memory_utilization:
+            card_gib = config.vram_limit_gib or card_gib
+            least = (plan_.share_gib - cache + sequence) / card_gib
+            return (
+                f"--gpu-memory-utilization {config.gpu_memory_utilization:g} is {config.gpu_memory_utilization * card_gib:.1f} "
+                f"GiB; weights, activations and one sequence of {config.max_seq_length} tokens take {least * card_gib:.1f}: at "
+                f"least {math.ceil(100 * least) / 100:g}, or leave it away"
+            )
+        return (
+            f"--kv-cache-gib {config.kv_cache_gib:g}: one sequence of {config.max_seq_length} tokens takes {sequence:.2f}: at "
+            f"least {math.ceil(100 * sequence) / 100:g}"
+        )
+    if plan_.headroom_gib >= 0:
+        return None
+    largest = max(plan_.lines, key=lambda line: line.counted_gib)
+    found = [in_words(change, config) for change in nearest(config, shape, plan_.usable_gib, card_gib)]
+    return (
+        f"the plan takes {plan_.total_gib:.1f} GiB and {plan_.usable_gib:.1f} may be used; the largest line is "
+        f"{largest.title}, {largest.counted_gib:.1f}.\nNearest that fits, one at a time: "
+        f"{'; '.join(found) or 'none, but a smaller --model'}"
+    )
+
+
+def nearest(config, shape: Shape, usable_gib: float, card_gib: float | None = None) -> list[dict]:
+    """Changes of the config, each of which fits by itself: cache, batch, completion length, group, precision."""
+
+    def fits(change: dict) -> bool:
+        changed = dataclasses.replace(config, **change)
+        enough = not changed.fast_inference or plan(changed, shape, usable_gib, card_gib).kv_tokens >= changed.max_seq_length
+        return enough and plan(changed, shape, usable_gib, card_gib).headroom_gib >= 0
+
+    changes = []
+    if config.fast_inference and not config.gpu_memory_utilization:
+        least = math.ceil(100 * config.max_seq_length * shape.kv_bytes / GIB)
+        hundredths = largest_that(lambda n: fits({"kv_cache_gib": n / 100}), least, round(100 * config.kv_cache_gib) - 1)
+        changes += [{"kv_cache_gib": hundredths / 100}] if hundredths else []
+    elif config.fast_inference:  # its share is given by hand
+        changes += [change for n in range(99, 0, -1) if fits(change := {"gpu_memory_utilization": n / 100})][:1]
+    batch, steps = config.per_device_train_batch_size, config.gradient_accumulation_steps
+    smaller = [{"per_device_train_batch_size": batch // n, "gradient_accumulation_steps": steps * n}
+               for n in range(2, batch + 1) if batch % n == 0]  # fmt: skip
+    changes += [change for change in smaller if fits(change)][:1]
+    length = largest_that(lambda n: fits({"max_completion_length": n}), 1, config.max_completion_length - 1)
+    changes += [{"max_completion_length": length}] if length else []
+    group = largest_that(lambda n: fits(group_of(config, n)), 2, config.num_generations - 1)
+    changes += [group_of(config, group)] if group else []
+    simple = [{"load_in_4bit": True}] * (not config.load_in_4bit and shape.quantized is None)
+    simple += [{"gradient_checkpointing": True}] * (not config.gradient_checkpointing)
+    return changes + [change for change in simple if fits(change)]
+
+
+def room_for(config, shape: Shape, usable_gib: float, card_gib: float | None = None) -> dict[str, int | None]:
+    """The largest group, completion length and rollout (completions) that fit, each by itself; None where none is larger.
+
+    vLLM's cache grows with them, so that all completions of a rollout decode at once.
+    """
+
+    def fits(change: dict) -> bool:
+        changed = dataclasses.replace(config, **change)
+        cache = changed.effective_batch * changed.max_seq_length * shape.kv_bytes / GIB
+        changed = dataclasses.replace(changed, kv_cache_gib=max(config.kv_cache_gib, cache), gpu_memory_utilization=None)
+        return plan(changed, shape, usable_gib, card_gib).headroom_gib >= 0
+
+    steps = config.gradient_accumulation_steps
+    more = largest_that(lambda n: fits({"gradient_accumulation_steps": n}), steps + 1, 1024 * steps)
+    return {
+        "num_generations": largest_that(lambda n: fits(group_of(config, n)), config.num_generations + 1, 1024),
+        "max_completion_length": largest_that(
+            lambda n: fits({"max_completion_length": n}), config.max_completion_length + 1, 2**20
+        ),
+        "gradient_accumulation_steps": more,
+    }
+
+
+def group_of(config, size: int) -> dict:
+    """Another group size, for as many problems in a pass and in a step (one problem in a pass, where there was less)."""
+    problems = max(config.per_device_train_batch_size // config.num_generations, 1)
+    return {"num_generations": size, "per_device_train_batch_size": size * problems}
+
+
+def largest_that(fits, low: int, high: int) -> int | None:
+    """The largest whole number in low..high that fits, where all below one that fits do too; None where none does."""
+    if high < low or not fits(low):
+        return None
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def in_words(change: dict, config) -> str:
+    """A change as flags, each with the value that it has now."""
+    flags = [
+        flag(name) if value is True else f"{flag(name)} {value:g} (now {getattr(config, name):g})"
+        for name, value in change.items()
+        if value != getattr(config, name)
+    ]
+    return " ".join(flags)
+
+
+def table(plan_: Plan) -> list[str]:
+    """The plan as lines of text: what is not there at the peak stands in brackets."""
+    rows = []
+    for line in plan_.lines:
+        if line.gib:
+            size = f"{line.gib:.2f}" if line.counted_gib == line.gib else f"({line.gib:.2f})"
+            about = "" if line.kind == "computed" else "~"
+            rows.append(f"{line.title:20} {about + size:>8}  {line.formula}")
+    return [*rows, f"{'total':20} {plan_.total_gib:8.2f}  of {plan_.usable_gib:.2f} GiB: {plan_.headroom_gib:.2f} left"]
+
+
+def answer(config, shape: Shape, card: Card) -> tuple[str, bool]:
+    """All that budget.py says of a config on a card, and whether it fits."""
+    p = plan(config, shape, min(config.vram_limit_gib or card.vram_gib, card.vram_gib), card.vram_gib)
+    bits = "4-bit" if config.load_in_4bit else shape.quantized or "16-bit"
+    lines = [
+        f"{shape.name} ({bits}) on {card.name}: {card.vram_gib:g} GiB, {card.bandwidth_gbps:g} GB/s; "
+        f"{config.effective_batch} completions a step in groups of {config.num_generations}, of up to "
+        f"{config.max_completion_length} tokens",
+        "GiB (~ estimated; in brackets: not there at the peak, or not all of it)",
+        *table(p),
+    ]
+    full, parts = full_finetuning(config, shape)
+    lines += [f"full fine-tuning, before cache and activations: {full:.0f} GiB", f"({parts})", ""]
+    why = refusal(config, shape, p, card.vram_gib)
+    if why:
+        lines.append(f"does not fit: {why}")
+    else:
+        room = room_for(config, shape, p.usable_gib, card.vram_gib)
+        buys = [f"{flag(name)} {value}" for name, value in room.items() if value]
+        lines.append(f"fits. The headroom buys, one at a time: {'; '.join(buys) or 'nothing more'}")
+        if config.fast_inference:
+            lines.append(f"vLLM's share: gpu_memory_utilization {p.utilization:.3f} ({p.share_gib:.2f} GiB)")
+    context = config.max_prompt_length + config.max_completion_length / 2
+    speeds = [f"{n}: {ceiling(config, shape, card.bandwidth_gbps, n, context):,.0f}" for n in (1, 8, 64)]
+    read = token_step_bytes(config, shape, 1, context)
+    decoding, training = step_floor(config, shape, card, p.kv_tokens)
+    of_training = f"{training_flops(config, shape) / 1e12:.0f} TFLOP of training passes"
+    if training:
+        of_training += f", {training:.1f} s at {card.bf16_tflops:g} TFLOP/s"
+    lines += [
+        f"decoding reads {read / 1e9:.2f} GB a token step, with 16-bit head, adapter and {context:.0f} tokens of cache:",
+        f"at most {', '.join(speeds)} tokens/s (sequences: rate)",
+        f"a step cannot be faster than {decoding + (training or 0):.1f} s: {decoding:.1f} s of decoding, {of_training}",
+    ]
+    return "\n".join(lines), why is None
+
+
+def main(arguments: list[str]) -> int:
+    """The command line; returns 0 where the plan fits, 1 where it does not. Raises Refused for what cannot be planned."""
+    import command_line
+    from train import PRESETS, Config
+
+    @dataclasses.dataclass(frozen=True)
+    class Question(Config):
+        """The memory and the speed of a run, before it starts. Flags are train.py's, and the card's."""
+
+        card: str = "rtx-5080"
+        """A card that is built in (an unknown name lists them)."""
+        vram_gib: float | None = None
+        """GiB of the card that CUDA reports, instead of --card's."""
+        bandwidth_gbps: float | None = None
+        """GB/s of the card's memory, instead of --card's."""
+
+    presets = {name: Question(**vars(preset)) for name, preset in PRESETS.items()}
+    question = command_line.parse(Question, presets, arguments, gpu=True, program="budget.py")
+    for name in ("vram_gib", "bandwidth_gbps"):
+        value = getattr(question, name)
+        if value is not None and not 0 < value < 1e5:
+            raise Refused(f"{flag(name)} {value:g}: must be above 0, and below 100000")
+    if question.card.lower() not in CARDS:
+        raise Refused(f"--card {question.card}: built in are {', '.join(CARDS)}; others by --vram-gib and --bandwidth-gbps")
+    card = CARDS[question.card.lower()]
+    if (question.vram_gib is None) != (question.bandwidth_gbps is None):
+        raise Refused("--vram-gib and --bandwidth-gbps describe one card together: give both, or --card")
+    if question.vram_gib:
+        card = Card("your card", question.vram_gib, question.bandwidth_gbps)
+    check_config(question)
+    text, fits = answer(question, shape_of(question.model), card)
+    print(text)
+    return 0 if fits else 1
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except Refused as refused:
+        print(f"budget.py: {refused}", file=sys.stderr)
+        sys.exit(2)

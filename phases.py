@@ -1,0 +1,106 @@
+"""Where a step's time goes, and torch's peak in each part of it. Import it after unsloth.
+
+The parts are methods of TRL's trainer, which has no public place to measure them: read in TRL 1.15.0, and held by a test.
+"""
+
+import functools
+import time
+
+import torch
+
+# methods of trl.GRPOTrainer, which Unsloth overrides or leaves, but calls by these names; the inner one's time is its own.
+# what _prepare_inputs does beside generating and rewarding is the log-probs under the old policy and the reference
+METHODS = {
+    "training_step": "forward_backward",
+    "_prepare_inputs": "log_probs",
+    "_generate": "generation",
+    "_calculate_rewards": "rewards",
+}
+PARTS = ("generation", "rewards", "log_probs", "forward_backward", "optimizer")
+
+
+class Phases:
+    """Seconds of the parts of one step, and the bytes of torch's tensors that each part adds to what stands between steps.
+
+    `seconds` is by part, of the step under way; `peaks` (bytes) the largest of the run so far, by part. The logits are a
+    part of their own in bytes, above what stands when they are made, and none in time. CUDA is waited for where a part begins
+    and ends, some fifteen times a step.
+    """
+
+    def __init__(self, on_gpu: bool):
+        self.on_gpu = on_gpu
+        self.open = []  # the parts under way, the innermost last
+        self.seconds = {}
+        self.peaks = {}
+        self.allocated = self.reserved = 0  # bytes: torch's peaks over the whole run, which measuring the parts resets
+        self.standing = 0  # bytes of tensors now
+        self.base = self.before_logits = 0  # the same when the outermost part began, and when the logits did
+        self.highest = 0  # the most above the base
+
+    def begin_step(self) -> None:
+        self.seconds = dict.fromkeys(PARTS, 0.0)
+        self.began = time.perf_counter()
+
+    def end_step(self) -> dict[str, float]:
+        """The seconds of the step by part, with the `rest` between them."""
+        total = time.perf_counter() - self.began
+        return {**self.seconds, "rest": max(total - sum(self.seconds.values()), 0.0)}
+
+    def enter(self, part: str) -> None:
+        self.settle()
+        if not self.open:
+            self.base = self.standing
+        if part == "logits":
+            self.before_logits = self.standing
+        self.open.append(part)
+
+    def leave(self) -> None:
+        self.settle()
+        self.open.pop()
+
+    def settle(self) -> None:
+        """What happened since the last call belongs to the innermost part under way."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if self.open:
+            clock = next(part for part in reversed(self.open) if part != "logits")
+            self.seconds[clock] = self.seconds.get(clock, 0.0) + now - self.since
+        if self.on_gpu:
+            stats = torch.cuda.memory_stats_as_nested_dict()  # once: each of torch's shorthands makes them anew
+            peak, self.standing = (stats["allocated_bytes"]["all"][when] for when in ("peak", "current"))
+            self.allocated = max(self.allocated, peak)
+            self.reserved = max(self.reserved, stats["reserved_bytes"]["all"]["peak"])
+            if self.open:
+                part = self.open[-1]
+                above = peak - (self.before_logits if part == "logits" else self.base)
+                self.peaks[part] = max(self.peaks.get(part, 0), above)
+                self.highest = max(self.highest, peak - self.base)
+            torch.cuda.reset_peak_memory_stats()
+        self.since = now
+
+    def timed(self, part: str, function):
+        """The function, as a part."""
+
+        @functools.wraps(function)
+        def wrapper(*arguments, **named):
+            self.enter(part)
+            try:
+                return function(*arguments, **named)
+            finally:
+                self.leave()
+
+        return wrapper
+
+    def attach(self, trainer) -> None:
+        """Measure a trainer's methods; on a GPU also the logits, which Unsloth makes in an operator of its own.
+
+        Its table of implementations is internal: read in unsloth_zoo 2026.10.9, fused_losses/fused_linear.py.
+        """
+        for name, part in METHODS.items():
+            setattr(trainer, name, self.timed(part, getattr(trainer, name)))
+        if self.on_gpu:
+            from unsloth_zoo.fused_losses import fused_linear
+
+            for name in ("lp_impl", "lp_bwd_impl"):
+                fused_linear._OPS[name] = self.timed("logits", fused_linear._OPS[name])
