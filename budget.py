@@ -264,27 +264,32 @@ def nearest(config, shape: Shape, usable_gib: float, card_gib: float | None = No
     return changes + [change for change in simple if fits(change)]
 
 
-def room_for(config, shape: Shape, usable_gib: float, card_gib: float | None = None) -> dict[str, int | None]:
-    """The largest group, completion length and rollout (completions) that fit, each by itself; None where none is larger.
+def room_for(config, shape: Shape, usable_gib: float, card_gib: float | None = None) -> list[dict]:
+    """What the room that is left buys, each by itself: the largest group, completion length and rollout that fit.
 
-    vLLM's cache grows with them, so that all completions of a rollout decode at once.
+    With a larger cache where that is needed for all completions of a rollout to decode at once.
     """
 
-    def fits(change: dict) -> bool:
+    def with_cache(change: dict) -> dict:
         changed = dataclasses.replace(config, **change)
-        cache = changed.effective_batch * changed.max_seq_length * shape.kv_bytes / GIB
-        changed = dataclasses.replace(changed, kv_cache_gib=max(config.kv_cache_gib, cache), gpu_memory_utilization=None)
-        return plan(changed, shape, usable_gib, card_gib).headroom_gib >= 0
+        needed = math.ceil(100 * changed.effective_batch * changed.max_seq_length * shape.kv_bytes / GIB) / 100
+        larger = config.fast_inference and not config.gpu_memory_utilization and needed > config.kv_cache_gib
+        return {**change, "kv_cache_gib": needed} if larger else change
 
-    steps = config.gradient_accumulation_steps
-    more = largest_that(lambda n: fits({"gradient_accumulation_steps": n}), steps + 1, 1024 * steps)
-    return {
-        "num_generations": largest_that(lambda n: fits(group_of(config, n)), config.num_generations + 1, 1024),
-        "max_completion_length": largest_that(
-            lambda n: fits({"max_completion_length": n}), config.max_completion_length + 1, 2**20
-        ),
-        "gradient_accumulation_steps": more,
-    }
+    def largest(change_of, low: int, high: int) -> list[dict]:
+        def fits(n: int) -> bool:
+            changed = dataclasses.replace(config, **with_cache(change_of(n)))
+            return plan(changed, shape, usable_gib, card_gib).headroom_gib >= 0
+
+        found = largest_that(fits, low, high)
+        return [with_cache(change_of(found))] if found else []
+
+    group, length, steps = config.num_generations, config.max_completion_length, config.gradient_accumulation_steps
+    return [
+        *largest(lambda n: group_of(config, n), group + 1, 1024),
+        *largest(lambda n: {"max_completion_length": n}, length + 1, 2**20),
+        *largest(lambda n: {"gradient_accumulation_steps": n}, steps + 1, 1024 * steps),
+    ]
 
 
 def group_of(config, size: int) -> dict:
@@ -341,8 +346,7 @@ def answer(config, shape: Shape, card: Card) -> tuple[str, bool]:
     if why:
         lines.append(f"does not fit: {why}")
     else:
-        room = room_for(config, shape, p.usable_gib, card.vram_gib)
-        buys = [f"{flag(name)} {value}" for name, value in room.items() if value]
+        buys = [in_words(change, config) for change in room_for(config, shape, p.usable_gib, card.vram_gib)]
         lines.append(f"fits. The headroom buys, one at a time: {'; '.join(buys) or 'nothing more'}")
         if config.fast_inference:
             lines.append(f"vLLM's share: gpu_memory_utilization {p.utilization:.3f} ({p.share_gib:.2f} GiB)")

@@ -20,7 +20,7 @@ GIB = 2**30
 OWN_GIB = 3
 # one token in a KV cache: Qwen3-4B takes 0.14 MiB, and models of up to 32 B parameters with grouped heads half of this
 MIB_PER_TOKEN = 0.5
-# what gpu.make_room and gpu.vllm_arguments keep from vLLM: 1.1 for context and libraries, 2.5 for the training pass
+# what vLLM's share should leave: 1.1 for context, libraries and graphs, 2.5 for a training pass like the chapter's
 KEPT_GIB = 3.6
 
 # vllm/v1/core/kv_cache_utils.py, vllm/v1/worker/utils.py and gpu_worker.py. Unsloth tries again with 0.85 of the share, and

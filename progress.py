@@ -102,7 +102,7 @@ class Progress(TrainerCallback):
         self.look_back(state)
         if self.meter and self.seconds:
             self.memory = self.meter.trained()
-            self.record.memory_table(self.memory)
+            self.record.memory_table(self.memory, self.meter.counters())
             for line in vram.in_words(self.memory):
                 self.console.say(line)
 

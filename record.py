@@ -230,12 +230,13 @@ class Record:
         self.metrics({**values, "vram_predicted/total_gib": plan.total_gib})
         self.journal.put("text", text="\n".join(budget.table(plan)), file="memory_plan.txt")
 
-    def memory_table(self, rows: list[dict]) -> None:
-        """Predicted and measured GiB by line: the measured ones as metrics, all as a table."""
+    def memory_table(self, rows: list[dict], counters: dict) -> None:
+        """Predicted and measured GiB by line, the measured ones as metrics, and a vram.Meter's counters after each phase."""
         measured = {f"vram/{row['key']}_gib": row["measured_gib"] for row in rows}
         self.metrics(measured)
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         self.journal.put("table", columns=columns, file="memory.json")
+        self.journal.put("table", columns=counters, file="memory_phases.json")
 
     def memory(self, peak, phases) -> str:
         """Log the peaks, and say them: torch's counter (its live tensors), and the whole card's, from NVML."""

@@ -352,6 +352,8 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
             dtype=torch.bfloat16 if gpu else torch.float32,
             **vllm,
         )
+    if meter:
+        meter.at("model")
     if vllm:
         check_engine(model.vllm_engine, config)
     stop.raise_if_asked()

@@ -76,7 +76,14 @@ class Meter:
     def optimizer(self, optimizer) -> None:
         """After the first step, which makes its state."""
         if "optimizer" not in self.lines:
+            self.at("first step")
             self.lines["optimizer"] = size([list(state.values()) for state in optimizer.state.values()])
+
+    def counters(self) -> dict[str, list]:
+        """What each counter saw after each phase, in columns."""
+        names = ("card", "torch_tensors", "torch_blocks")
+        columns = {f"{name}_gib": [values[i] for values in self.points.values()] for i, name in enumerate(names)}
+        return {"after": list(self.points), **columns}
 
     def trained(self) -> list[dict]:
         """Predicted and measured GiB of each line and of the total, once a step has been taken, and metrics of them.

@@ -64,6 +64,12 @@ def test_vllm_samples_from_the_updated_adapter(tmp_path):
     accuracy = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "held_out/correctness_reward")}
     assert accuracy[30] > accuracy[0] + 0.1 and metrics["adapter_largest_b"] > 1e-4
     assert metrics["vram_peak_gib"] <= metrics["vram_peak_reserved_gib"] < min(10, metrics["vram_peak_nvml_gib"])
+    # the plan is of the longest prompts and answers, which these are not
+    assert 0.85 < metrics["vram/total_gib"] / metrics["vram_predicted/total_gib"] < 1.08
+    for line in ("weights", "lora", "gradients", "optimizer"):
+        assert metrics[f"vram/{line}_gib"] == pytest.approx(metrics[f"vram_predicted/{line}_gib"], rel=0.03), line
+    assert metrics["vram/kv_cache_gib"] == pytest.approx(1.0, rel=0.08)
+    assert 0 < metrics["roofline_share"] < 1 and metrics["seconds/generation"] > 0
     assert int(params["vllm.kv_cache_tokens"]) > 8 * 148 and params["vllm.max_num_seqs"] == "16"
     assert run.info.status == "FINISHED"
 
