@@ -33,11 +33,14 @@ class Gpu:
     compute_capability: tuple[int, int]
 
     @property
-    def bandwidth_gbps(self) -> float:
-        """Of its memory, in GB/s, from clock and bus as NVML has them: two transfers a clock."""
-        handle = pynvml.nvmlDeviceGetHandleByUUID(self.uuid)
-        clock = pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_MEM)  # MHz
-        return 2 * clock * pynvml.nvmlDeviceGetMemoryBusWidth(handle) / 8 / 1000
+    def bandwidth_gbps(self) -> float | None:
+        """Of its memory, in GB/s, from clock and bus as NVML has them, two transfers a clock; None where it does not tell."""
+        try:
+            handle = pynvml.nvmlDeviceGetHandleByUUID(self.uuid)
+            clock = pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_MEM)  # MHz
+            return 2 * clock * pynvml.nvmlDeviceGetMemoryBusWidth(handle) / 8 / 1000
+        except pynvml.NVMLError:
+            return None
 
     def free_gib(self) -> float:
         """What no process holds, without the driver's reserve."""

@@ -156,6 +156,14 @@ class Progress(TrainerCallback):
             if name == "all_zero":
                 self.show(self.completions(step).iloc[:3])
 
+    def figures(self, trainer) -> dict:
+        """By name in pictures.FIGURES, functions that return what is known by the end of the run, or None."""
+        return {
+            "reward_curve": lambda: self.reward_curve(trainer.state.log_history),
+            "memory": self.memory_bars,
+            "step_time": lambda: self.step_time(trainer.state.log_history),
+        }
+
     def step_time(self, history: list[dict]) -> list[dict]:
         """The trainer's history as pictures.step_time draws it."""
         return [

@@ -1,5 +1,7 @@
 """How fast a card could make a run: what decoding reads, what training computes, and the floor of a step."""
 
+import functools
+
 from cards import Card
 from shapes import Shape, weights_of
 
@@ -15,6 +17,11 @@ def token_step_bytes(config, shape: Shape, sequences: int, context: float) -> fl
 def ceiling(config, shape: Shape, bandwidth_gbps: float, sequences: int, context: float) -> float:
     """Tokens a second that memory bandwidth allows in decoding (the roofline's slope)."""
     return sequences * bandwidth_gbps * 1e9 / token_step_bytes(config, shape, sequences, context)
+
+
+def pace(config, shape: Shape, bandwidth_gbps: float | None):
+    """The ceiling as a function of sequences and their tokens; None where the card does not tell its bandwidth."""
+    return functools.partial(ceiling, config, shape, bandwidth_gbps) if bandwidth_gbps else None
 
 
 def training_flops(config, shape: Shape) -> float:

@@ -12,7 +12,6 @@ The qwen3-4b preset is the chapter's config. Where it departs from the chapter, 
 
 import contextlib
 import dataclasses
-import functools
 import os
 import shutil
 import sys
@@ -343,7 +342,7 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
         if config.fast_inference:
             vllm = vllm_arguments(config, plan, free_gib=torch.cuda.mem_get_info()[0] / 2**30)
             meter.watch_engine()
-        pace = functools.partial(roofline.ceiling, config, shape, gpu.bandwidth_gbps)
+        pace = roofline.pace(config, shape, gpu.bandwidth_gbps)
     with bounded_start(console, run, config.vllm_start_timeout) if vllm else contextlib.nullcontext():
         model, tokenizer = FastLanguageModel.from_pretrained(
             model_name=name,
@@ -386,11 +385,7 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     )
     phases.attach(trainer)
     run.trainer_arguments(trainer.args)
-    run.figures = {
-        "reward_curve": lambda: progress.reward_curve(trainer.state.log_history),
-        "memory": progress.memory_bars,
-        "step_time": lambda: progress.step_time(trainer.state.log_history),
-    }
+    run.figures = progress.figures(trainer)
     if "ref" in model.peft_config:
         # TRL's copy of an untrained adapter, as the reference for beta: the base model is the same, without a second LoRA,
         # and a checkpoint that held both would resume with the wrong one
