@@ -7,21 +7,33 @@
 Flags are train.py's own, and the card: --card, or --vram-gib and --bandwidth-gbps. No GPU and no heavy library is needed.
 
 Memory is in GiB (2**30 bytes). A line is `computed` where shapes alone decide it, and `estimated` where its coefficients were
-fitted to runs on an H200 (README.md, The budget). The lines are those of the chapter *GRPO on 16GB*, as the stack of uv.lock
-has them.
+fitted to runs on an H200 (README.md, The budget, measured). The lines are those of the chapter *GRPO on 16GB*, on the stack of
+uv.lock.
 """
 
 import dataclasses
 import math
+import os
 import sys
 
 from cards import CARDS, Card
-from checks import Refused, check_config, flag
+from checks import Refused, check_config, check_limit, flag
 from roofline import ceiling, step_floor, token_step_bytes, training_flops
 from shapes import Shape, shape_of, weights_of
 
 GIB = 2**30
 PREFILL_TOKENS = 2048  # what vLLM takes in one prefill pass, and profiles itself with
+EVALUATED_AT_ONCE = 64  # problems that an evaluation without vLLM answers at once
+MARGIN = 0.03  # of the card: what is suggested leaves as much, since the plan has been off by so much
+
+# Bytes fitted to the runs in README.md (The budget, measured): H200, driver 580.159.04, the stack of uv.lock.
+CONTEXT = round(0.807 * GIB)  # 0.67 when CUDA starts, and kernels and libraries as they load
+VLLM_ITSELF = 82 * 2**20  # in its share beside what has a line: 72 MiB outside of torch, 10 for rope tables
+GRAPHS_BESIDE_TORCH = round(0.13 * GIB)
+SLACK = round(0.05 * GIB)
+SLACK_WITH_CHECKPOINTING = round(0.19 * GIB)
+UNSLOTHS_OWN = 70 * 2**20
+GENERATE_COPIES = 3.3  # of generate()'s cache, at its peak: from two runs without vLLM, 1.16 GiB for Qwen3-4B's 0.35
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +55,10 @@ class Plan:
     lines: tuple[Line, ...]
     usable_gib: float
     share_gib: float  # what vLLM is told to take: weights, adapter slots, activations, KV cache; 0 without vLLM
-    utilization: float  # the same as a share of the card: gpu_memory_utilization
+    utilization: float  # the same as a share of the card, or of the limit: gpu_memory_utilization
     beside_torch_gib: float  # what the card holds for the process outside of torch's allocator
     kv_tokens: int
+    longest: int  # tokens of the longest sequence that the cache can take, and Unsloth lets vLLM take
 
     def __getitem__(self, key: str) -> Line:
         return next(line for line in self.lines if line.key == key)
@@ -61,7 +74,8 @@ class Plan:
 
 def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None) -> Plan:
     """The budget of a train.Config where `usable_gib` of a card with `card_gib` (or as much) may be used."""
-    vllm, card_gib = config.fast_inference, config.vram_limit_gib or card_gib or usable_gib
+    vllm, card_gib = config.fast_inference, card_gib or usable_gib
+    share_of_gib = config.vram_limit_gib or card_gib
     lora = shape.lora_parameters(config.lora_r, config.target_modules)
     sequences = max(16, config.effective_batch)  # what vLLM may decode at once
     tokens = config.per_device_train_batch_size * config.max_seq_length
@@ -71,14 +85,18 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
     profile = vllm * profile_bytes(shape, sequences)
     around = weights + slots + profile + VLLM_ITSELF
     if vllm and config.gpu_memory_utilization:
-        kv = max(config.gpu_memory_utilization * card_gib * GIB - around, 0)
+        kv = max(config.gpu_memory_utilization * share_of_gib * GIB - around, 0)
+    elif vllm:
+        kv = config.kv_cache_gib * GIB
     else:
-        kv = config.kv_cache_gib * GIB if vllm else config.effective_batch * config.max_seq_length * shape.kv_bytes
+        rows = max(config.effective_batch, min(config.eval_problems, EVALUATED_AT_ONCE))
+        kv = rows * config.max_seq_length * shape.kv_bytes
     kv_tokens = int(kv / shape.kv_bytes) // 16 * 16
     of_kv = f"{kv_tokens:,} tokens of {shape.kv_bytes:,} bytes: {kv_tokens // config.max_seq_length} sequences of full length"
+    longest = min(kv_tokens, unsloths_longest(config, shape, around + kv)) if vllm else kv_tokens
     if not vllm:  # it grows by copies, and is gone when training begins
         kv *= GENERATE_COPIES
-        of_kv = f"generate()'s, with its copies: {kv_tokens:,} tokens of {shape.kv_bytes:,} bytes"
+        of_kv = f"generate()'s, with its copies: {kv_tokens:,} tokens of {shape.kv_bytes:,} bytes, also in evaluations"
     inputs, of_inputs = kept_bytes(config, shape, tokens)
     block = config.gradient_checkpointing * block_bytes(shape, tokens)
     logits, of_logits = logits_bytes(config, shape, card_gib)
@@ -111,17 +129,19 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
     )  # fmt: skip
     share = vllm * (around + kv) / GIB
     beside_torch = (CONTEXT + vllm * GRAPHS_BESIDE_TORCH) / GIB
-    return Plan(lines, usable_gib, share, share / card_gib, beside_torch, kv_tokens)
+    return Plan(lines, usable_gib, share, share / share_of_gib, beside_torch, kv_tokens, longest)
 
 
-# Bytes fitted to the runs in README.md, The budget: H200, driver 580.159.04, the stack of uv.lock.
-CONTEXT = round(0.807 * GIB)  # 0.67 when CUDA starts, and kernels and libraries as they load
-VLLM_ITSELF = 82 * 2**20  # in its share beside what has a line: 72 MiB outside of torch, 10 for rope tables
-GRAPHS_BESIDE_TORCH = round(0.13 * GIB)
-SLACK = round(0.05 * GIB)
-SLACK_WITH_CHECKPOINTING = round(0.19 * GIB)
-UNSLOTHS_OWN = 70 * 2**20
-GENERATE_COPIES = 3.3
+def unsloths_longest(config, shape: Shape, share: float) -> int:
+    """Tokens to which Unsloth cuts vLLM's sequences, by its own estimate of what a share (bytes) leaves for the cache.
+
+    unsloth_zoo 2026.10.9, vllm_utils.py, approximate_vllm_memory_usage: 5 bits for a quantized weight, at least 0.15 GiB
+    for graphs, whole 256 tokens.
+    """
+    in_5_bits = shape.linear_parameters - shape.kept_parameters() if config.load_in_4bit else 0
+    weights = in_5_bits * 5 / 8 + 2 * (shape.parameters - in_5_bits) + 2 * shape.lora_parameters(config.lora_r)
+    graphs = min(max(172 * 4 * shape.hidden * shape.layers, 0.15 * GIB), GIB)
+    return max(int(0.95 * (share - weights - graphs) / shape.kv_bytes), 0) // 256 * 256
 
 
 def slot_bytes(shape: Shape, r: int) -> int:
@@ -161,10 +181,10 @@ def logits_bytes(config, shape: Shape, card_gib: float) -> tuple[int, str]:
     """Bytes of the buffer in which Unsloth makes logits in 32 bits, a part at a time, and of the hidden states around it.
 
     By the rules of unsloth_zoo 2026.10.9, fused_losses/fused_linear.py: tiles of at most 256 MiB on cards up to 24.5 GiB and
-    from 4,096 tokens on, chunks of at least 512 rows of Qwen3's vocabulary else. A limit is no smaller card to it.
+    from 4,096 tokens on, chunks of at least 512 rows of Qwen3's vocabulary else. A limit does not make a card small.
     """
     tokens = config.per_device_train_batch_size * config.max_completion_length
-    small = card_gib <= 24.5 and not config.vram_limit_gib
+    small = card_gib <= 24.5
     if small or tokens >= 4096:
         rows = min(4096, tokens)
         columns = max(2**28 // (4 * rows) // 16384, 1) * 16384
@@ -208,49 +228,59 @@ def full_finetuning(config, shape: Shape) -> tuple[float, str]:
     return sum(parts.values()) / GIB, ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
 
 
-def refusal(config, shape: Shape, plan_: Plan, card_gib: float) -> str | None:
-    """Why a plan cannot work, and the nearest that does, on one or two lines; None where it can."""
-    sequence = config.max_seq_length * shape.kv_bytes / GIB
-    if config.fast_inference and plan_.kv_tokens < config.max_seq_length:
-        cache = plan_["kv_cache"].gib
-        if config.gpu_memory_utilization:
-            card_gib = config.vram_limit_gib or card_gib
-            least = (plan_.share_gib - cache + sequence) / card_gib
-            return (
-                f"--gpu-memory-utilization {config.gpu_memory_utilization:g} is {config.gpu_memory_utilization * card_gib:.1f} "
-                f"GiB; weights, activations and one sequence of {config.max_seq_length} tokens take {least * card_gib:.1f}: at "
-                f"least {math.ceil(100 * least) / 100:g}, or leave it away"
-            )
-        return (
-            f"--kv-cache-gib {config.kv_cache_gib:g}: one sequence of {config.max_seq_length} tokens takes {sequence:.2f}: at "
-            f"least {math.ceil(100 * sequence) / 100:g}"
-        )
-    if plan_.headroom_gib >= 0:
+def refusal(config, shape: Shape, usable_gib: float, card_gib: float) -> tuple[str, bool] | None:
+    """Why a config cannot run, with the nearest that can, on one or two lines, and whether it could be tried all the same.
+
+    None where the plan fits.
+    """
+    found = plan(config, shape, usable_gib, card_gib)
+    short = config.fast_inference and found.longest < config.max_seq_length
+    if found.headroom_gib >= 0 and not short:
         return None
-    largest = max(plan_.lines, key=lambda line: line.counted_gib)
-    found = [in_words(change, config) for change in nearest(config, shape, plan_.usable_gib, card_gib)]
-    return (
-        f"the plan takes {plan_.total_gib:.1f} GiB and {plan_.usable_gib:.1f} may be used; the largest line is "
-        f"{largest.title}, {largest.counted_gib:.1f}.\nNearest that fits, one at a time: "
-        f"{'; '.join(found) or 'none, but a smaller --model'}"
+    changes = [in_words(change, config) for change in nearest(config, shape, usable_gib, card_gib)]
+    nearest_ones = f"Nearest that fits, one at a time: {'; '.join(changes) or 'none, but a smaller --model'}"
+    if short:
+        asked = f"--kv-cache-gib {plain(config.kv_cache_gib)}"
+        if config.gpu_memory_utilization:
+            share_gib = config.gpu_memory_utilization * (config.vram_limit_gib or card_gib)
+            asked = f"--gpu-memory-utilization {config.gpu_memory_utilization:g} ({share_gib:.1f} GiB, with weights and all)"
+        why = f"{asked} holds sequences of {found.longest} tokens, and prompt and completion take {config.max_seq_length}."
+        return f"{why}\n{nearest_ones}", False
+    largest = max(found.lines, key=lambda line: line.counted_gib)
+    why = (
+        f"the plan takes {found.total_gib:.1f} GiB and {usable_gib:.1f} may be used; the largest line is {largest.title}, "
+        f"{largest.counted_gib:.1f}."
     )
+    return f"{why}\n{nearest_ones}", True
+
+
+def works(config, shape: Shape, usable_gib: float, card_gib: float | None = None) -> bool:
+    """Whether a config can be suggested: allowed, with a margin, and with room for one sequence in vLLM's cache."""
+    try:
+        check_config(config)
+    except Refused:
+        return False
+    found = plan(config, shape, usable_gib, card_gib)
+    enough = not config.fast_inference or found.longest >= config.max_seq_length
+    return enough and found.headroom_gib >= MARGIN * usable_gib
 
 
 def nearest(config, shape: Shape, usable_gib: float, card_gib: float | None = None) -> list[dict]:
-    """Changes of the config, each of which fits by itself: cache, batch, completion length, group, precision."""
+    """Changes of the config, each of which works by itself: cache or evaluation, batch, length, group, precision."""
 
     def fits(change: dict) -> bool:
-        changed = dataclasses.replace(config, **change)
-        enough = not changed.fast_inference or plan(changed, shape, usable_gib, card_gib).kv_tokens >= changed.max_seq_length
-        return enough and plan(changed, shape, usable_gib, card_gib).headroom_gib >= 0
+        return works(dataclasses.replace(config, **change), shape, usable_gib, card_gib)
 
     changes = []
     if config.fast_inference and not config.gpu_memory_utilization:
-        least = math.ceil(100 * config.max_seq_length * shape.kv_bytes / GIB)
-        hundredths = largest_that(lambda n: fits({"kv_cache_gib": n / 100}), least, round(100 * config.kv_cache_gib) - 1)
-        changes += [{"kv_cache_gib": hundredths / 100}] if hundredths else []
+        cache = {"kv_cache_gib": nearest_cache(config, shape, usable_gib, card_gib)}
+        changes += [cache] if fits(cache) else []
     elif config.fast_inference:  # its share is given by hand
-        changes += [change for n in range(99, 0, -1) if fits(change := {"gpu_memory_utilization": n / 100})][:1]
+        shares = sorted(range(1, 100), key=lambda n: abs(n / 100 - config.gpu_memory_utilization))
+        changes += [change for n in shares if fits(change := {"gpu_memory_utilization": n / 100})][:1]
+    else:
+        problems = largest_that(lambda n: fits({"eval_problems": n}), 1, min(config.eval_problems, EVALUATED_AT_ONCE) - 1)
+        changes += [{"eval_problems": problems}] if problems else []
     batch, steps = config.per_device_train_batch_size, config.gradient_accumulation_steps
     smaller = [{"per_device_train_batch_size": batch // n, "gradient_accumulation_steps": steps * n}
                for n in range(2, batch + 1) if batch % n == 0]  # fmt: skip
@@ -264,8 +294,20 @@ def nearest(config, shape: Shape, usable_gib: float, card_gib: float | None = No
     return changes + [change for change in simple if fits(change)]
 
 
+def nearest_cache(config, shape: Shape, usable_gib: float, card_gib: float | None = None) -> float:
+    """The size of vLLM's cache (GiB, in hundredths) that is nearest to the config's and neither too large nor too small."""
+
+    def planned(n: int) -> Plan:
+        return plan(dataclasses.replace(config, kv_cache_gib=n / 100), shape, usable_gib, card_gib)
+
+    now = round(100 * config.kv_cache_gib)
+    if plan(config, shape, usable_gib, card_gib).longest < config.max_seq_length:
+        return ((largest_that(lambda n: planned(n).longest < config.max_seq_length, max(now, 1), 10**5) or 0) + 1) / 100
+    return (largest_that(lambda n: planned(n).headroom_gib >= MARGIN * usable_gib, 1, now - 1) or 0) / 100
+
+
 def room_for(config, shape: Shape, usable_gib: float, card_gib: float | None = None) -> list[dict]:
-    """What the room that is left buys, each by itself: the largest group, completion length and rollout that fit.
+    """What the room that is left buys, each by itself: the largest group, completion length and rollout that work.
 
     With a larger cache where that is needed for all completions of a rollout to decode at once.
     """
@@ -278,24 +320,26 @@ def room_for(config, shape: Shape, usable_gib: float, card_gib: float | None = N
 
     def largest(change_of, low: int, high: int) -> list[dict]:
         def fits(n: int) -> bool:
-            changed = dataclasses.replace(config, **with_cache(change_of(n)))
-            return plan(changed, shape, usable_gib, card_gib).headroom_gib >= 0
+            return works(dataclasses.replace(config, **with_cache(change_of(n))), shape, usable_gib, card_gib)
 
         found = largest_that(fits, low, high)
         return [with_cache(change_of(found))] if found else []
 
-    group, length, steps = config.num_generations, config.max_completion_length, config.gradient_accumulation_steps
+    group, steps = config.num_generations, config.gradient_accumulation_steps
+    unit = group // math.gcd(group, config.per_device_train_batch_size)  # of steps, for whole groups
     return [
         *largest(lambda n: group_of(config, n), group + 1, 1024),
-        *largest(lambda n: {"max_completion_length": n}, length + 1, 2**20),
-        *largest(lambda n: {"gradient_accumulation_steps": n}, steps + 1, 1024 * steps),
+        *largest(lambda n: {"max_completion_length": n}, config.max_completion_length + 1, 2**20),
+        *largest(lambda n: {"gradient_accumulation_steps": n * unit}, steps // unit + 1, 1024),
     ]
 
 
 def group_of(config, size: int) -> dict:
-    """Another group size, for as many problems in a pass and in a step (one problem in a pass, where there was less)."""
+    """Another group size, for as many problems in a step; a pass holds whole groups, also where it held a part of one."""
     problems = max(config.per_device_train_batch_size // config.num_generations, 1)
-    return {"num_generations": size, "per_device_train_batch_size": size * problems}
+    change = {"num_generations": size, "per_device_train_batch_size": size * problems}
+    steps = max(config.prompts_per_step // problems, 1)
+    return change if steps == config.gradient_accumulation_steps else {**change, "gradient_accumulation_steps": steps}
 
 
 def largest_that(fits, low: int, high: int) -> int | None:
@@ -311,11 +355,16 @@ def largest_that(fits, low: int, high: int) -> int | None:
 def in_words(change: dict, config) -> str:
     """A change as flags, each with the value that it has now."""
     flags = [
-        flag(name) if value is True else f"{flag(name)} {value:g} (now {getattr(config, name):g})"
+        flag(name) if value is True else f"{flag(name)} {plain(value)} (now {plain(getattr(config, name))})"
         for name, value in change.items()
         if value != getattr(config, name)
     ]
     return " ".join(flags)
+
+
+def plain(value) -> str:
+    """A number as text, a whole one with all its digits."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def table(plan_: Plan) -> list[str]:
@@ -331,25 +380,29 @@ def table(plan_: Plan) -> list[str]:
 
 def answer(config, shape: Shape, card: Card) -> tuple[str, bool]:
     """All that budget.py says of a config on a card, and whether it fits."""
-    p = plan(config, shape, min(config.vram_limit_gib or card.vram_gib, card.vram_gib), card.vram_gib)
+    usable_gib = config.vram_limit_gib or card.vram_gib
+    p, why = plan(config, shape, usable_gib, card.vram_gib), refusal(config, shape, usable_gib, card.vram_gib)
     bits = "4-bit" if config.load_in_4bit else shape.quantized or "16-bit"
+    full, parts = full_finetuning(config, shape)
     lines = [
         f"{shape.name} ({bits}) on {card.name}: {card.vram_gib:g} GiB, {card.bandwidth_gbps:g} GB/s; "
         f"{config.effective_batch} completions a step in groups of {config.num_generations}, of up to "
         f"{config.max_completion_length} tokens",
         "GiB (~ estimated; in brackets: not there at the peak, or not all of it)",
         *table(p),
+        f"full fine-tuning, before cache and activations: {full:.0f} GiB",
+        f"({parts})",
+        "",
     ]
-    full, parts = full_finetuning(config, shape)
-    lines += [f"full fine-tuning, before cache and activations: {full:.0f} GiB", f"({parts})", ""]
-    why = refusal(config, shape, p, card.vram_gib)
     if why:
-        lines.append(f"does not fit: {why}")
+        return "\n".join([*lines, f"does not fit: {why[0]}"]), False
+    buys = [in_words(change, config) for change in room_for(config, shape, usable_gib, card.vram_gib)]
+    if p.headroom_gib < MARGIN * usable_gib:
+        lines.append(f"fits, barely: the plan has been off by {MARGIN:.0%}, and a screen or another process takes memory too")
     else:
-        buys = [in_words(change, config) for change in room_for(config, shape, p.usable_gib, card.vram_gib)]
         lines.append(f"fits. The headroom buys, one at a time: {'; '.join(buys) or 'nothing more'}")
-        if config.fast_inference:
-            lines.append(f"vLLM's share: gpu_memory_utilization {p.utilization:.3f} ({p.share_gib:.2f} GiB)")
+    if config.fast_inference:
+        lines.append(f"vLLM's share: gpu_memory_utilization {p.utilization:.3f} ({p.share_gib:.2f} GiB)")
     context = config.max_prompt_length + config.max_completion_length / 2
     speeds = [f"{n}: {ceiling(config, shape, card.bandwidth_gbps, n, context):,.0f}" for n in (1, 8, 64)]
     read = token_step_bytes(config, shape, 1, context)
@@ -360,9 +413,10 @@ def answer(config, shape: Shape, card: Card) -> tuple[str, bool]:
     lines += [
         f"decoding reads {read / 1e9:.2f} GB a token step, with 16-bit head, adapter and {context:.0f} tokens of cache:",
         f"at most {', '.join(speeds)} tokens/s (sequences: rate)",
-        f"a step cannot be faster than {decoding + (training or 0):.1f} s: {decoding:.1f} s of decoding, {of_training}",
+        f"a step of answers of full length takes at least {decoding + (training or 0):.1f} s: {decoding:.1f} s of decoding, "
+        f"{of_training}",
     ]
-    return "\n".join(lines), why is None
+    return "\n".join(lines), True
 
 
 def main(arguments: list[str]) -> int:
@@ -395,6 +449,7 @@ def main(arguments: list[str]) -> int:
     if question.vram_gib:
         card = Card("your card", question.vram_gib, question.bandwidth_gbps)
     check_config(question)
+    check_limit(question, card.vram_gib)
     text, fits = answer(question, shape_of(question.model), card)
     print(text)
     return 0 if fits else 1
@@ -406,3 +461,6 @@ if __name__ == "__main__":
     except Refused as refused:
         print(f"budget.py: {refused}", file=sys.stderr)
         sys.exit(2)
+    except BrokenPipeError:  # | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1)

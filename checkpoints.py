@@ -9,7 +9,7 @@ from pathlib import Path
 
 import adapter
 import journal
-from checks import Refused, digest, flag, one_line
+from checks import PROJECTIONS, Refused, digest, flag, one_line
 
 FACTS = "lab.json"
 BEST = "best.json"  # in best-adapter/
@@ -118,7 +118,7 @@ def facts_of_run(config, run_id: str, run_dir: Path, origin: dict | None) -> dic
 
 def config_of(folder: Path, default):
     """The config that a checkpoint was written with; a field that it does not know has the value of `default`."""
-    fields = {field.name for field in dataclasses.fields(default)}
+    fields = {field.name for field in dataclasses.fields(default)} - {"force"}  # each start is forced by itself
     return dataclasses.replace(default, **{k: v for k, v in read_facts(folder)["config"].items() if k in fields})
 
 
@@ -132,8 +132,12 @@ def changes(origin: dict, config: dict, task_file: str) -> list[str]:
     """What differs from the run that is gone on with, each as `name: old -> new`. Refuses what cannot differ."""
     name, old = "--resume-from-checkpoint", origin["config"]
     for field in FIXED:
-        if field in old and old[field] != config[field]:
-            raise Refused(f"{flag(field)} {config[field]}: the checkpoint is of {old[field]}; leave it away, or start anew")
+        before = old.get(field, PROJECTIONS if field == "target_modules" else config[field])
+        if in_one_word(before) != in_one_word(config[field]):
+            raise Refused(
+                f"{flag(field)} {in_one_word(config[field])}: the checkpoint is of {in_one_word(before)}; leave it away, or "
+                "start anew"
+            )
     if origin["step"] % config["num_iterations"]:
         raise Refused(
             f"{name} {config['resume_from_checkpoint']}: step {origin['step']} lies within a rollout of "
@@ -150,9 +154,15 @@ def changes(origin: dict, config: dict, task_file: str) -> list[str]:
     return found
 
 
+def in_one_word(value) -> str:
+    """A value as text; names in any order are the same."""
+    return " ".join(sorted(value)) if isinstance(value, tuple) else str(value)
+
+
 def differing(config: dict, old: dict) -> list[str]:
-    """The fields that have another value than in an older config, without the checkpoint that is resumed from."""
-    return [field for field in config if field in old and old[field] != config[field] and field != "resume_from_checkpoint"]
+    """The fields that have another value than in an older config: not what is about one start alone, nor what is fixed."""
+    left_out = ("resume_from_checkpoint", "force", *FIXED)
+    return [field for field in config if field in old and old[field] != config[field] and field not in left_out]
 
 
 def ended_well(run_dir: Path) -> bool:

@@ -38,6 +38,8 @@ def check_config(config) -> None:
     for name in ("temperature", "epsilon", "epsilon_high", "kv_cache_gib", "vram_limit_gib", "vllm_start_timeout"):
         if getattr(config, name) is not None and not 0 < getattr(config, name) < math.inf:
             raise Refused(f"{flag(name)} {getattr(config, name)}: must be a positive number")
+    if config.kv_cache_gib > 1e5:
+        raise Refused(f"--kv-cache-gib {config.kv_cache_gib:g}: no card has so much; the preset's is 2.5")
     for name in ("top_p", "gpu_memory_utilization"):
         if getattr(config, name) is not None and not 0 < getattr(config, name) <= 1:
             raise Refused(f"{flag(name)} {getattr(config, name)}: a share, above 0 and at most 1")
@@ -111,10 +113,15 @@ def check_gpu(config, gpu) -> None:
     if gpu.compute_capability < MIN_COMPUTE_CAPABILITY:
         have, least = (".".join(map(str, x)) for x in (gpu.compute_capability, MIN_COMPUTE_CAPABILITY))
         raise Refused(f"{gpu.name}: compute capability {have}, and bf16 needs {least} (RTX 30 series or newer). {without}")
-    if config.vram_limit_gib and config.vram_limit_gib > gpu.total_gib:
-        raise Refused(f"--vram-limit-gib {config.vram_limit_gib:g}: the card has {gpu.total_gib:.1f} GiB; at most that")
+    check_limit(config, gpu.total_gib)
+
+
+def check_limit(config, card_gib: float) -> None:
+    """Refuse a limit that is larger than the card, or too small for anything."""
+    if config.vram_limit_gib and config.vram_limit_gib > card_gib:
+        raise Refused(f"--vram-limit-gib {config.vram_limit_gib:g}: the card has {card_gib:.1f} GiB; at most that")
     if config.vram_limit_gib and config.vram_limit_gib < 2:
-        raise Refused(f"--vram-limit-gib {config.vram_limit_gib:g}: the CUDA context alone takes 0.6 GiB; at least 2")
+        raise Refused(f"--vram-limit-gib {config.vram_limit_gib:g}: the CUDA context alone takes 0.7 GiB; at least 2")
 
 
 def check_output_dir(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What NVML knows of the card, without importing torch: which GPU is visible, its driver, and its memory in use.
+"""The card, as NVML knows it without torch, and what of it a run and its vLLM engine may take.
 
 Memory is in GiB (2**30 bytes) everywhere. On a machine without an NVIDIA driver every function says so and none fails.
 """
@@ -106,40 +106,53 @@ class PeakMemory(threading.Thread):
             self.peak_gib = math.nan  # no figure is better than a stale one
 
 
-def memory_plan(config, gpu: Gpu, model: str, free_gib: float) -> tuple[shapes.Shape, budget.Plan]:
+def memory_plan(config, gpu: Gpu, model: str, free_gib: float) -> tuple[shapes.Shape | None, budget.Plan | None]:
     """The shape of a model folder or hub id, and the budget of a run with it where so much of the card is free.
 
-    Refuses what cannot fit, with the nearest that does, unless the config says --force.
+    Refuses what cannot fit, with the nearest that does; --force lets pass what might. A model that there is no plan for goes
+    without, where vLLM's share is given by hand or vLLM is not used.
     """
-    shape = shapes.shape_of(models.shape_source(model, config.load_in_4bit))
-    plan = budget.plan(config, shape, min(config.vram_limit_gib or math.inf, free_gib), gpu.total_gib)
-    why = budget.refusal(config, shape, plan, gpu.total_gib)
-    if why and not config.force:
-        raise Refused(f"{why}; or --force, which trains one completion at a time where a batch is too much")
-    return shape, plan
+    try:
+        shape = shapes.shape_of(models.shape_source(model, config.load_in_4bit))
+    except shapes.NotPlanned as error:
+        if config.fast_inference and not config.gpu_memory_utilization:
+            by_hand = "give vLLM's share by hand (--gpu-memory-utilization 0.5), or --no-fast-inference"
+            raise Refused(f"{error}.\nWithout a plan: {by_hand}") from None
+        return None, None
+    usable_gib = min(config.vram_limit_gib or math.inf, free_gib)
+    found = budget.refusal(config, shape, usable_gib, gpu.total_gib)
+    if found and not (config.force and found[1]):
+        why, forceable = found
+        others = gpu.total_gib - free_gib
+        if others > 1 and usable_gib == free_gib:
+            why += f"; or end what holds {others:.1f} of the card's {gpu.total_gib:.1f} GiB (nvidia-smi)"
+        raise Refused(why + ("; or --force, which starts anyway and may run out of memory" if forceable else ""))
+    return shape, budget.plan(config, shape, usable_gib, gpu.total_gib)
 
 
-def hold_to(limit_gib: float, plan) -> None:
+def hold_to(limit_gib: float, plan: budget.Plan | None) -> None:
     """Let this process take no more of the card than a limit, CUDA context included.
 
-    torch can cap its own allocator alone, so what the plan expects beside it is taken off the limit.
+    torch can cap its own allocator alone, so what the plan expects beside it is taken off the limit (without one, 1 GiB).
     """
     import torch
 
     total = torch.cuda.mem_get_info()[1]
-    torch.cuda.set_per_process_memory_fraction((limit_gib - plan.beside_torch_gib) * GIB / total)
+    beside_torch_gib = plan.beside_torch_gib if plan else 1.0
+    torch.cuda.set_per_process_memory_fraction((limit_gib - beside_torch_gib) * GIB / total)
 
 
-def vllm_arguments(config, plan, free_gib: float) -> dict:
+def vllm_arguments(config, plan: budget.Plan | None, gpu: Gpu, free_gib: float) -> dict:
     """What turns Unsloth's loader into a loader with vLLM: its share of the card, and how many sequences it decodes.
 
     The share is the plan's; Unsloth multiplies it by `free_gib`, what is free on the card, so it is handed over as a share
     of that.
     """
+    share_gib = plan.share_gib if plan else config.gpu_memory_utilization * (config.vram_limit_gib or gpu.total_gib)
     return {
         "fast_inference": True,
         "max_lora_rank": config.lora_r,
-        "gpu_memory_utilization": plan.share_gib / free_gib,
+        "gpu_memory_utilization": min(share_gib / free_gib, 1.0),
         "max_num_seqs": max(16, config.effective_batch),
         "max_num_batched_tokens": max(budget.PREFILL_TOKENS, config.effective_batch),
     }

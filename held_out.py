@@ -9,6 +9,7 @@ import torch
 
 import adapter
 import checkpoints
+from budget import EVALUATED_AT_ONCE
 from checks import call_reward
 from data import encode
 
@@ -111,15 +112,16 @@ def answer_with_vllm(config, model, tokenizer, prompts, adapter_dir) -> list[lis
 
 
 def answer_with_transformers(config, model, tokenizer, prompts, adapter_dir) -> list[list[int]]:
-    """Token ids of greedy answers, from generate(), 64 problems at a time, padded on the left."""
+    """Token ids of greedy answers, from generate(), padded on the left."""
     if adapter_dir:
         model.load_adapter(str(adapter_dir), adapter_name="saved")
         model.set_adapter("saved")
         model.delete_adapter("default")  # what answers now can only be what was read
     model.for_inference()
     answers = []
-    for i in range(0, len(prompts), 64):
-        batch = tokenizer.pad({"input_ids": prompts[i : i + 64]}, padding_side="left", return_tensors="pt").to(model.device)
+    for i in range(0, len(prompts), EVALUATED_AT_ONCE):
+        rows = prompts[i : i + EVALUATED_AT_ONCE]
+        batch = tokenizer.pad({"input_ids": rows}, padding_side="left", return_tensors="pt").to(model.device)
         with torch.inference_mode():
             tokens = model.generate(**batch, max_new_tokens=config.max_completion_length, do_sample=False)
         for row in tokens[:, batch["input_ids"].shape[1] :].tolist():

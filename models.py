@@ -124,16 +124,19 @@ def shape_source(name: str, load_in_4bit: bool) -> str:
         return name
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-    for copy in [f"{name}-unsloth-bnb-4bit", f"{name}-bnb-4bit", name] if load_in_4bit else [name]:
+    copies = [f"{name}-unsloth-bnb-4bit", f"{name}-bnb-4bit", name] if load_in_4bit else [name]
+    for copy in copies:
         config = try_to_load_from_cache(copy, "config.json")
         if isinstance(config, str):
             return config
+    for copy in copies:
+        try:
+            return hf_hub_download(copy, "config.json", etag_timeout=5)
+        except Exception as error:
+            why = one_line(error)
     if is_built_in(name):
         return name
-    try:
-        return hf_hub_download(name, "config.json")
-    except Exception as error:
-        raise Refused(f"--model {name}: no config.json to be had ({one_line(error)}); {USE_A_FOLDER}") from None
+    raise Refused(f"--model {name}: no config.json to be had ({why}); {USE_A_FOLDER}")
 
 
 def download(name: str) -> None:

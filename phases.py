@@ -8,6 +8,8 @@ import time
 
 import torch
 
+from checks import one_line
+
 # methods of trl.GRPOTrainer, which Unsloth overrides or leaves, but calls by these names; the inner one's time is its own.
 # what _prepare_inputs does beside generating and rewarding is the log-probs under the old policy and the reference
 METHODS = {
@@ -19,16 +21,32 @@ METHODS = {
 PARTS = ("generation", "rewards", "log_probs", "forward_backward", "optimizer")
 
 
+def harmless(measuring):
+    """A method that measures: where it fails, that is said once, and nothing more is measured; training goes on."""
+
+    @functools.wraps(measuring)
+    def wrapper(self, *arguments, **named):
+        if self.off:
+            return None
+        try:
+            return measuring(self, *arguments, **named)
+        except Exception as error:
+            self.off = True
+            self.say(f"warning: measuring stops ({type(error).__name__}: {one_line(error)}); training goes on")
+
+    return wrapper
+
+
 class Phases:
     """Seconds of the parts of one step, and the bytes of torch's tensors that each part adds to what stands between steps.
 
     `seconds` is by part, of the step under way; `peaks` (bytes) the largest of the run so far, by part. The logits are a
     part of their own in bytes, above what stands when they are made, and none in time. CUDA is waited for where a part begins
-    and ends, some fifteen times a step.
+    and ends, some fifteen times a step. `say` prints a line.
     """
 
-    def __init__(self, on_gpu: bool):
-        self.on_gpu = on_gpu
+    def __init__(self, on_gpu: bool, say):
+        self.on_gpu, self.say, self.off = on_gpu, say, False
         self.open = []  # the parts under way, the innermost last
         self.seconds = {}
         self.peaks = {}
@@ -46,6 +64,7 @@ class Phases:
         total = time.perf_counter() - self.began
         return {**self.seconds, "rest": max(total - sum(self.seconds.values()), 0.0)}
 
+    @harmless
     def enter(self, part: str) -> None:
         self.settle()
         if not self.open:
@@ -54,17 +73,19 @@ class Phases:
             self.before_logits = self.standing
         self.open.append(part)
 
+    @harmless
     def leave(self) -> None:
         self.settle()
         self.open.pop()
 
+    @harmless
     def settle(self) -> None:
         """What happened since the last call belongs to the innermost part under way."""
         if self.on_gpu:
             torch.cuda.synchronize()
         now = time.perf_counter()
         if self.open:
-            clock = next(part for part in reversed(self.open) if part != "logits")
+            clock = next((part for part in reversed(self.open) if part != "logits"), "logits")
             self.seconds[clock] = self.seconds.get(clock, 0.0) + now - self.since
         if self.on_gpu:
             stats = torch.cuda.memory_stats_as_nested_dict()  # once: each of torch's shorthands makes them anew
@@ -92,6 +113,7 @@ class Phases:
 
         return wrapper
 
+    @harmless
     def attach(self, trainer) -> None:
         """Measure a trainer's methods; on a GPU also the logits, which Unsloth makes in an operator of its own.
 

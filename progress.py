@@ -25,9 +25,8 @@ class Diverged(Exception):
 class Progress(TrainerCallback):
     """The trainer's callback; `stop` is a stopping.Stop, `evaluation` a held_out.HeldOut or None.
 
-    `facts` go into each checkpoint: what is known of the run, and its held-out points so far. `phases` is a phases.Phases;
-    `meter` a vram.Meter, and `pace` a function from sequences and their tokens to the card's tokens a second: both None on
-    a CPU.
+    `facts` go into each checkpoint: what is known of the run, and its held-out points so far. `phases` is a phases.Phases,
+    `meter` a vram.Meter, `pace` a function from sequences and their tokens to the card's tokens a second, or None.
     """
 
     def __init__(self, config, task, console, peak, run_dir, record, stop, facts, evaluation, can_think, phases, meter, pace):
@@ -63,14 +62,12 @@ class Progress(TrainerCallback):
                 f"grad_norm is {norm:.0f} in step {state.global_step + 1}, which was not taken: the adapter is the one before. "
                 f"A smaller --learning-rate (now {self.config.learning_rate:g}), and rewards that are finite, keep it a number"
             )
-        if self.meter:
-            self.meter.gradients(model)
+        self.meter.gradients(model)
         self.phases.enter("optimizer")
 
     def on_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
         self.phases.leave()
-        if self.meter:
-            self.meter.optimizer(optimizer)
+        self.meter.optimizer(optimizer)
 
     def on_step_end(self, args, state, control, **kwargs):
         step, config = state.global_step, self.config
@@ -100,8 +97,8 @@ class Progress(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self.look_back(state)
-        if self.meter and self.seconds:
-            self.memory = self.meter.trained()
+        if self.seconds and (rows := self.meter.trained()):
+            self.memory = rows
             self.record.memory_table(self.memory, self.meter.counters())
             for line in vram.in_words(self.memory):
                 self.console.say(line)
@@ -109,15 +106,18 @@ class Progress(TrainerCallback):
     def speed(self, logs: dict) -> dict[str, float]:
         """Seconds of the step by part, tokens a second, and what share that is of what the card's bandwidth allows."""
         found = {f"seconds/{part}": seconds for part, seconds in self.parts.items()}
+        generating, training = self.parts["generation"], self.parts["forward_backward"]
         if "completions/mean_length" in logs:  # steps that use completions again generate none
             self.tokens_in_step, self.tokens_seen = logs["num_tokens"] - self.tokens_seen, logs["num_tokens"]
             generated = logs["completions/mean_length"] * self.config.effective_batch
-            found["tokens_per_second/generated"] = generated / self.parts["generation"]
-            if self.pace and generated:
+            if generating:
+                found["tokens_per_second/generated"] = generated / generating
+            if self.pace and generated and generating:
                 context = (self.tokens_in_step - generated / 2) / self.config.effective_batch
                 allowed = self.pace(self.config.effective_batch, context)
                 found["roofline_share"] = found["tokens_per_second/generated"] / allowed
-        found["tokens_per_second/trained"] = self.tokens_in_step / self.parts["forward_backward"]
+        if training:
+            found["tokens_per_second/trained"] = self.tokens_in_step / training
         return found
 
     def line(self, step: int, logs: dict) -> str:

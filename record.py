@@ -120,6 +120,7 @@ class Record:
         self.figures = {}  # for the end: by name in pictures.FIGURES, a function that returns the data, or None
         self.client = mlflow.MlflowClient()
         params = {k: v for k, v in dataclasses.asdict(config).items() if k != "model"}
+        params["target_modules"] = " ".join(config.target_modules)  # the journal would give a tuple back as a list
         params |= {
             "model_requested": config.model,
             "group": config.num_generations,
@@ -223,9 +224,11 @@ class Record:
         self.journal.put("text", text=text, file="trainer_arguments.json")
 
     def plan(self, plan) -> None:
-        """The memory plan, a budget.Plan: predicted GiB by line as metrics, its lines with their formulas as a text."""
+        """The memory plan, a budget.Plan or None: predicted GiB by line as metrics, its lines with their formulas as a text."""
         import budget
 
+        if plan is None:
+            return
         values = {f"vram_predicted/{line.key}_gib": line.gib for line in plan.lines if line.gib}
         self.metrics({**values, "vram_predicted/total_gib": plan.total_gib})
         self.journal.put("text", text="\n".join(budget.table(plan)), file="memory_plan.txt")
@@ -376,10 +379,14 @@ def git_commit(project: Path) -> str:
         return "none"
 
 
+def worker_of(engine):
+    """What runs the model for an engine in this process, in vLLM 0.26.0."""
+    return engine.llm_engine.model_executor.driver_worker.worker
+
+
 def engine_figures(engine) -> dict:
     """What vLLM settled on, since it retries with less where memory is short: read from its config in vLLM 0.26.0."""
-    config = engine.llm_engine.vllm_config
-    worker = engine.llm_engine.model_executor.driver_worker.worker
+    config, worker = engine.llm_engine.vllm_config, worker_of(engine)
     return {
         "max_model_len": config.model_config.max_model_len,
         "kv_cache_gib": worker.available_kv_cache_memory_bytes / 2**30,

@@ -19,31 +19,39 @@ def ceiling(config, shape: Shape, bandwidth_gbps: float, sequences: int, context
     return sequences * bandwidth_gbps * 1e9 / token_step_bytes(config, shape, sequences, context)
 
 
-def pace(config, shape: Shape, bandwidth_gbps: float | None):
-    """The ceiling as a function of sequences and their tokens; None where the card does not tell its bandwidth."""
+def pace(config, shape: Shape | None, gpu):
+    """The ceiling as a function of sequences and their tokens; None without a shape, and without a gpu.Gpu's bandwidth."""
+    bandwidth_gbps = gpu.bandwidth_gbps if gpu and shape else None
     return functools.partial(ceiling, config, shape, bandwidth_gbps) if bandwidth_gbps else None
 
 
 def training_flops(config, shape: Shape) -> float:
     """Floating point operations of one optimizer step's passes over completions of full length.
 
-    Per token and weight 2 forward, 2 for the gradient of the activations, and 2 for each pass more: a recomputation, and the
-    log-probs of the reference. The base is frozen, so its weights have no gradient. Attention adds 4 per head dimension and
-    pair of tokens, half of which are masked.
+    Per weight and token 2 forward, 2 more where checkpointing runs it again, and 2 for the gradient of the activations; the
+    base is frozen, so only the adapter's weights have a gradient of their own. The head scores completions alone, and is
+    always run again. Attention takes 2 x 2 per pair of tokens and width, half of them masked, and as much twice backward.
+    Scoring under the reference (beta), or under the policy that sampled, is one forward pass more for each rollout.
     """
-    passes = 2 + config.gradient_checkpointing + (config.beta > 0)
     tokens = config.effective_batch * config.max_seq_length
-    attention = 2 * shape.layers * shape.heads * shape.head_dim * config.max_seq_length
-    dense = 2 * (shape.linear_parameters + shape.head_parameters) + 6 * shape.lora_parameters(config.lora_r)
-    return passes * tokens * (dense + attention)
+    scored = config.effective_batch * config.max_completion_length
+    attention = 2 * tokens * shape.layers * shape.heads * shape.head_dim * config.max_seq_length
+    again = config.gradient_checkpointing
+    dense = 2 * tokens * shape.linear_parameters * (2 + again) + 2 * scored * shape.head_parameters * 3
+    adapter = tokens * shape.lora_parameters(config.lora_r, config.target_modules) * (2 * (2 + again) + 2)
+    scorings = (config.beta > 0) + (config.num_iterations > 1 or config.vllm_importance_sampling_correction)
+    scoring = 2 * tokens * shape.linear_parameters + 2 * scored * shape.head_parameters + attention
+    return dense + adapter + attention * (3 + again) + scorings * scoring / config.num_iterations
 
 
 def step_floor(config, shape: Shape, card: Card, kv_tokens: int) -> tuple[float, float | None]:
-    """Seconds of one step's decoding and of its training passes at the card's limits; None where its rate is not known."""
-    seats = max(kv_tokens // config.max_seq_length, 1)
-    waves = -(-config.effective_batch // seats)
-    context = config.max_prompt_length + config.max_completion_length / 2
-    at_once = min(seats, config.effective_batch)
-    decoding = waves * config.max_completion_length * token_step_bytes(config, shape, at_once, context)
+    """Seconds of one step's decoding and of its training passes at the card's limits; None where its rate is not known.
+
+    For answers of full length, as many at once as the cache takes; a rollout serves num_iterations steps.
+    """
+    length = config.max_prompt_length + config.max_completion_length / 2
+    read = config.effective_batch * config.max_completion_length * length  # token positions, over all token steps
+    steps = max(config.max_completion_length, read / max(kv_tokens, 1))
+    size = steps * token_step_bytes(config, shape, 0, 0) + read * shape.kv_bytes
     training = training_flops(config, shape) / (card.bf16_tflops * 1e12) if card.bf16_tflops else None
-    return decoding / (card.bandwidth_gbps * 1e9), training
+    return size / (card.bandwidth_gbps * 1e9) / config.num_iterations, training

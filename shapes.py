@@ -5,7 +5,11 @@ import json
 import re
 from pathlib import Path
 
-from checks import PROJECTIONS, Refused
+from checks import PROJECTIONS, Refused, short
+
+
+class NotPlanned(Refused):
+    """A model that there is no memory plan for; it may train all the same."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +27,8 @@ class Shape:
     tied: bool  # the head is the embedding
     qk_norms: bool = False
     qkv_bias: bool = False
-    quantized: str | None = None  # the checkpoint's own quant_method
+    quantized: str | None = None  # how the checkpoint is: bitsandbytes, fp8
+    nested: bool = True  # 4-bit with scales that are quantized themselves
     kept: tuple[str, ...] = ()  # its modules that stay in 16 bits
 
     @property
@@ -122,8 +127,9 @@ def shape_of(model: str) -> Shape:
         return read_shape(path)
     if not is_built_in(model):
         known = ", ".join(shape.name for shape in SHAPES.values())
-        raise Refused(f"--model {model}: its shape is not built in ({known}); give its folder or its config.json")
-    return SHAPES[plain_name(model)]
+        raise NotPlanned(f"--model {model}: its shape is not built in ({known}); give its folder or its config.json")
+    shape = SHAPES[plain_name(model)]
+    return dataclasses.replace(shape, quantized="bitsandbytes") if model.lower().endswith("-bnb-4bit") else shape
 
 
 def is_built_in(model: str) -> bool:
@@ -133,7 +139,7 @@ def is_built_in(model: str) -> bool:
 def plain_name(model: str) -> str:
     """A model's name without its owner, its kind of training and its quantization."""
     name = re.sub(r"(-unsloth)?-bnb-4bit$", "", model.rpartition("/")[2].lower())
-    return re.sub(r"-(base|instruct)(-2507)?$", "", name)
+    return re.sub(r"-(base|instruct|thinking)(-2507)?$", "", name)
 
 
 def read_shape(path: Path) -> Shape:
@@ -145,17 +151,22 @@ def read_shape(path: Path) -> Shape:
     except ValueError as error:
         raise Refused(f"--model {path}: no JSON ({error}); a config.json as save_pretrained writes it works") from None
     kind = config.get("model_type") if isinstance(config, dict) else None
-    if kind not in ARCHITECTURES:
-        raise Refused(f"--model {path}: model_type {kind!r}; planned for are {', '.join(ARCHITECTURES)}")
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
+        raise NotPlanned(f"--model {path}: model_type {kind!r}; planned for are {', '.join(ARCHITECTURES)}")
     sizes = {}
     for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
         sizes[name] = positive(config, name, path)
     heads = sizes["num_attention_heads"]
     # what transformers takes where a file leaves it out
-    optional = {"num_key_value_heads": heads, "head_dim": 128 if kind == "qwen3" else sizes["hidden_size"] // heads}
-    for name, default in optional.items():
-        sizes[name] = default if config.get(name) is None else positive(config, name, path)
+    if kind == "llama" and config.get("num_key_value_heads") is None:
+        config["num_key_value_heads"] = heads
+    if config.get("head_dim") is None:
+        config["head_dim"] = 128 if kind == "qwen3" else sizes["hidden_size"] // heads
+    sizes |= {name: positive(config, name, path) for name in ("num_key_value_heads", "head_dim")}
     quantization = config.get("quantization_config") or {}
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if method not in (None, "fp8", "bitsandbytes") or method == "bitsandbytes" and quantization.get("load_in_8bit"):
+        raise NotPlanned(f"--model {path}: quantized by {short(method)}; planned for are bitsandbytes in 4 bits, fp8, or none")
     qk_norms, qkv_bias = ARCHITECTURES[kind]
     return Shape(
         name=path.parent.name or str(path),
@@ -169,7 +180,8 @@ def read_shape(path: Path) -> Shape:
         tied=config.get("tie_word_embeddings", kind == "smollm3") is True,
         qk_norms=qk_norms,
         qkv_bias=qkv_bias or config.get("attention_bias") is True,
-        quantized=quantization.get("quant_method"),
+        quantized=method,
+        nested=quantization.get("bnb_4bit_use_double_quant") is not False,
         kept=tuple(quantization.get("llm_int8_skip_modules") or ()),
     )
 
@@ -186,9 +198,10 @@ def weights_of(shape: Shape, load_in_4bit: bool) -> tuple[int, str]:
     if shape.quantized == "fp8":  # a 32-bit scale for each block of 128 x 128
         quantized, each, what = shape.linear_parameters, 1 + 4 / 128**2, "8 bits with block scales"
     elif load_in_4bit or shape.quantized == "bitsandbytes":
-        # NF4: an 8-bit scale for each 64 weights, and a 32-bit one for each 256 of those (double quantization)
-        quantized, each = shape.linear_parameters - shape.kept_parameters(), 1 / 2 + 1 / 64 + 4 / (64 * 256)
-        what = "4 bits with nested scales"
+        # NF4: a scale for each 64 weights, in 32 bits, or in 8 with a 32-bit one for each 256 of those (double quantization)
+        quantized = shape.linear_parameters - shape.kept_parameters()
+        each = 1 / 2 + (1 / 64 + 4 / (64 * 256) if shape.nested else 4 / 64)
+        what = "4 bits with nested scales" if shape.nested else "4 bits with scales"
     else:
         return 2 * shape.parameters, f"{shape.parameters / 1e9:.2f} B parameters in 16 bits"
     rest = shape.parameters - quantized

@@ -9,6 +9,9 @@ import functools
 
 import torch
 
+from phases import harmless
+from record import worker_of
+
 GIB = 2**30
 ENGINE = {  # methods of vllm.v1.worker.gpu_worker.Worker, read in vLLM 0.26.0, in the order in which they are called
     "load_model": "vllm_weights",
@@ -21,21 +24,26 @@ ENGINE = {  # methods of vllm.v1.worker.gpu_worker.Worker, read in vLLM 0.26.0, 
 class Meter:
     """Measures the lines of a budget.Plan while a run goes on.
 
-    `gpu` is gpu.Gpu, `peak` gpu.PeakMemory, `phases` phases.Phases. `points` are the counters after each phase of the start,
-    by name: what the card holds for this process (NVML, above what it held before), torch's tensors, torch's blocks.
+    `gpu` is gpu.Gpu, `peak` gpu.PeakMemory, `phases` phases.Phases, `say` prints a line; without a plan (on a CPU) nothing is
+    measured. `points` are the counters after each phase of the start, by name: what the card holds for this process (NVML,
+    above what it held before, so others must not come or go), torch's tensors, torch's blocks.
     """
 
-    def __init__(self, gpu, peak, phases, plan):
-        self.gpu, self.peak, self.phases, self.plan = gpu, peak, phases, plan
+    def __init__(self, gpu, peak, phases, plan, say):
+        self.gpu, self.peak, self.phases, self.plan, self.say = gpu, peak, phases, plan, say
+        self.off = plan is None
         self.points = {}
         self.lines = {}  # by the plan's keys
+        self.at("context")
 
+    @harmless
     def at(self, point: str) -> None:
         """Take the counters."""
         torch.cuda.synchronize()
         card = self.gpu.used_gib() - self.peak.start_gib
         self.points[point] = card, torch.cuda.memory_allocated() / GIB, torch.cuda.memory_reserved() / GIB
 
+    @harmless
     def watch_engine(self) -> None:
         """Take the counters after each phase of vLLM's start."""
         from vllm.v1.worker.gpu_worker import Worker
@@ -52,6 +60,7 @@ class Meter:
 
         return wrapper
 
+    @harmless
     def loaded(self, model) -> None:
         """Weights, adapter and, with vLLM, what its engine holds, from the tensors themselves."""
         self.at("adapter")
@@ -60,7 +69,7 @@ class Meter:
         engine = getattr(model, "vllm_engine", None)
         if engine is None:
             return
-        worker = engine.llm_engine.model_executor.driver_worker.worker
+        worker = worker_of(engine)
         slots = [getattr(module, name, ()) for module in worker.model_runner.model.modules()
                  for name in ("lora_a_stacked", "lora_b_stacked")]  # fmt: skip
         self.lines["lora"] += size(slots)
@@ -68,11 +77,13 @@ class Meter:
         self.lines["vllm_activations"] = worker.peak_activation_memory / GIB
         self.lines["vllm_graphs"] = self.points["vllm_graphs"][0] - self.points["vllm_cache"][0]
 
+    @harmless
     def gradients(self, model) -> None:
         """In the first step, before they are used; they are as large in all others."""
         if "gradients" not in self.lines:
             self.lines["gradients"] = size([p.grad for p in model.parameters() if p.grad is not None])
 
+    @harmless
     def optimizer(self, optimizer) -> None:
         """After the first step, which makes its state."""
         if "optimizer" not in self.lines:
@@ -85,7 +96,8 @@ class Meter:
         columns = {f"{name}_gib": [values[i] for values in self.points.values()] for i, name in enumerate(names)}
         return {"after": list(self.points), **columns}
 
-    def trained(self) -> list[dict]:
+    @harmless
+    def trained(self) -> list[dict] | None:
         """Predicted and measured GiB of each line and of the total, once a step has been taken, and metrics of them.
 
         What the lines do not explain is `other`. Where logits, or what generates, is the highest moment, it counts with
