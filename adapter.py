@@ -55,6 +55,26 @@ def save_somewhere(model, folder: Path, console) -> Path | None:
     return None
 
 
+def rescue(model, folder: Path, step: int, console, run) -> None:
+    """Save and record what was trained until a failure; where that fails too, it is said."""
+    if kept := save_somewhere(model, folder, console):
+        console.say(f"adapter after step {step}: {kept.resolve()}")
+        run.adapter(kept)
+
+
+def keep(model, folder: Path, base: str, history: list[dict], config, console, run) -> None:
+    """Save, record and look at the trained adapter; raises OSError where it could only be saved elsewhere, and BadAdapter."""
+    kept = save_somewhere(model, folder, console)
+    if kept:
+        run.adapter(kept)
+    if kept != folder:
+        raise OSError(f"{folder} could not be written; the adapter is in {kept}")
+    largest_b = check(folder, base, history, config.mask_truncated_completions)
+    run.metrics({"adapter_largest_b": largest_b})
+    learned = f"largest entry of B {largest_b:.2g}" if largest_b else "B is all 0: nothing was learned, no group had spread"
+    console.say(f"adapter: {folder.resolve()} ({learned})")
+
+
 def check(folder: Path, base: str, history: list[dict], masked: bool) -> float:
     """Read a saved adapter; returns the largest entry of its B matrices, which start at 0.
 

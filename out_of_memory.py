@@ -12,7 +12,8 @@ import resource
 import sys
 import traceback
 
-from checks import flag
+from adapter import disk_trouble
+from checks import Refused, flag, one_line
 from models import EMBEDDED
 
 GIB = 2**30
@@ -93,6 +94,16 @@ def measure(gpu, peak, kv_cache_gib: float = 0) -> Memory | None:
         return Memory(gpu.total_gib, gpu.used_gib(), peak.start_gib, tensors, reserved, kv_cache_gib)
     except Exception:  # after a CUDA error anything may fail
         return None
+
+
+def what_failed(error: BaseException, config, doing: str, memory: Memory | None) -> str:
+    """Any failure in one line, and where memory or the disk ran out what helps on the next ones."""
+    lines = [one_line(error) if isinstance(error, Refused) else f"{type(error).__name__}: {one_line(error)}"]
+    if about_memory := explain(error, config, doing, memory):
+        lines.append(about_memory)
+    elif disk_trouble(error):
+        lines.append(f"--output-dir {config.output_dir}: make room there, or add a folder on another disk to the command below")
+    return "\n".join(lines)
 
 
 def explain(error: BaseException, config, phase: str, memory: Memory | None) -> str | None:

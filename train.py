@@ -227,8 +227,8 @@ def main(arguments: list[str] | None = None) -> None:
     checks.check_machine(config, gpu)
     checks.check_output_dir(Path(config.output_dir))
     models.check_model(config.model, config.load_in_4bit)
-    if gpu:
-        print("\n".join(budget.table(memory_plan(config, gpu, config.model, gpu.free_gib())[1])), flush=True)
+    if gpu and (plan := memory_plan(config, gpu, config.model, gpu.free_gib())[1]):
+        print("\n".join(budget.table(plan)), flush=True)
     origin = checkpoints.origin_of(config) if config.resume_from_checkpoint else None
 
     # data: prompts for training, problems that training never sees, and rewards that pass their own examples
@@ -261,7 +261,7 @@ def main(arguments: list[str] | None = None) -> None:
                 console.say(f"stopped by {error}")
             else:
                 memory = out_of_memory.measure(gpu, peak, run.kv_cache_gib)
-                explanation = explain(error, config, memory, console)
+                explanation = out_of_memory.what_failed(error, config, console.doing, memory)
                 run.failure(error, explanation)
                 if isinstance(error, checks.Refused) and not stop.began:
                     raise
@@ -281,17 +281,6 @@ def main(arguments: list[str] | None = None) -> None:
             code = code or 3
     if code:
         sys.exit(code)
-
-
-def explain(error: BaseException, config: Config, memory, console) -> str:
-    """What failed, and where memory or the disk ran out what helps."""
-    name = "" if isinstance(error, checks.Refused) else f"{type(error).__name__}: "
-    lines = [f"{name}{checks.one_line(error)}"]
-    if about_memory := out_of_memory.explain(error, config, console.doing, memory):
-        lines.append(about_memory)
-    elif adapter.disk_trouble(error):
-        lines.append(f"--output-dir {config.output_dir}: make room there, or add a folder on another disk to the command below")
-    return "\n".join(lines)
 
 
 def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console, run, peak, stop: Stop, origin) -> None:
@@ -331,18 +320,16 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     run.training_data(train_set, drawn - len(train_set), config.task)
 
     # model: the frozen base, with vLLM beside it where wanted, and a LoRA on its seven projections
-    vllm, phases, meter, pace = {}, Phases(on_gpu=gpu is not None), None, None
-    if gpu:
-        shape, plan = memory_plan(config, gpu, name, peak.free_gib)  # with the file of the very copy that loads
-        run.plan(plan)
-        meter = Meter(gpu, peak, phases, plan)
-        meter.at("context")
-        if config.vram_limit_gib:
-            hold_to(config.vram_limit_gib, plan)
-        if config.fast_inference:
-            vllm = vllm_arguments(config, plan, free_gib=torch.cuda.mem_get_info()[0] / 2**30)
-            meter.watch_engine()
-        pace = roofline.pace(config, shape, gpu.bandwidth_gbps)
+    shape, plan = memory_plan(config, gpu, name, peak.free_gib) if gpu else (None, None)  # of the very copy that loads
+    run.plan(plan)
+    phases = Phases(gpu is not None, console.say)
+    meter = Meter(gpu, peak, phases, plan, console.say)
+    vllm = {}
+    if gpu and config.vram_limit_gib:
+        hold_to(config.vram_limit_gib, plan)
+    if config.fast_inference:
+        vllm = vllm_arguments(config, plan, gpu, free_gib=torch.cuda.mem_get_info()[0] / 2**30)
+        meter.watch_engine()
     with bounded_start(console, run, config.vllm_start_timeout) if vllm else contextlib.nullcontext():
         model, tokenizer = FastLanguageModel.from_pretrained(
             model_name=name,
@@ -351,8 +338,7 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
             dtype=torch.bfloat16 if gpu else torch.float32,
             **vllm,
         )
-    if meter:
-        meter.at("model")
+    meter.at("model")
     if vllm:
         check_engine(model.vllm_engine, config)
     stop.raise_if_asked()
@@ -367,14 +353,13 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
         random_state=config.seed,
     )
     run.loaded(model)
-    if meter:
-        meter.loaded(model)
+    meter.loaded(model)
 
     # trainer: TRL's own, which Unsloth has patched to sample from the engine above
     facts = checkpoints.facts_of_run(config, run.run_id, run_dir, origin)
     evaluation = HeldOut(config, task, model, tokenizer, held_out, run_dir, run, console, facts) if held_out else None
     progress = Progress(config, task, console, peak, run_dir, run, stop, facts, evaluation,
-                        can_think(config, tokenizer), phases, meter, pace)  # fmt: skip
+                        can_think(config, tokenizer), phases, meter, roofline.pace(config, shape, gpu))  # fmt: skip
     trainer = GRPOTrainer(
         model=model,
         processing_class=tokenizer,
@@ -403,20 +388,11 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
             raise
         except BaseException:
             checkpoints.delete_unfinished(run_dir)
-            if trainer.state.global_step and (kept := adapter.save_somewhere(model, adapter_dir, console)):
-                console.say(f"adapter after step {trainer.state.global_step}: {kept.resolve()}")
-                run.adapter(kept)
+            if step := trainer.state.global_step:
+                adapter.rescue(model, adapter_dir, step, console, run)
             raise
         console.doing = "saving the adapter"
-        kept = adapter.save_somewhere(model, adapter_dir, console)
-        if kept:
-            run.adapter(kept)
-        if kept != adapter_dir:
-            raise OSError(f"{adapter_dir} could not be written; the adapter is in {kept}")
-        largest_b = adapter.check(adapter_dir, name, trainer.state.log_history, config.mask_truncated_completions)
-        run.metrics({"adapter_largest_b": largest_b})
-    learned = f"largest entry of B {largest_b:.2g}" if largest_b else "B is all 0: nothing was learned, no group had spread"
-    console.say(f"adapter: {adapter_dir.resolve()} ({learned})")
+        adapter.keep(model, adapter_dir, name, trainer.state.log_history, config, console, run)
     stop.raise_if_asked()
     if evaluation:
         evaluation.after(trainer.state.global_step, adapter_dir)
