@@ -22,9 +22,11 @@ import models
 import task
 from checks import Refused
 from data import drop_long_prompts, encode
+from phases import Phases
 from progress import Progress
 from stopping import Stop
 from train import PRESETS, Config, grpo_arguments
+from vram import Meter
 
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 ON_GPU = torch.cuda.is_available()
@@ -51,7 +53,11 @@ def progress_of(config, reward, say, run_dir, samples=None):
     """The callback for one reward, with a record that keeps nothing but what it hands to `samples`."""
     rewards = SimpleNamespace(REWARDS=[reward], EXAMPLES=[{"rewards": [1.0]}])
     record = SimpleNamespace(metrics=lambda logs, step: None, samples=samples)
-    return Progress(config, rewards, SimpleNamespace(say=say), None, run_dir, record, Stop(), {}, None, False)
+    phases = Phases(ON_GPU, say)
+    meter = Meter(None, None, phases, None, say)
+    return Progress(
+        config, rewards, SimpleNamespace(say=say), None, run_dir, record, Stop(), {}, None, False, phases, meter, None
+    )
 
 
 @pytest.fixture
@@ -79,6 +85,7 @@ def run(folder, tmp_path, said):
             train_dataset=task.make_dataset(8, max_operand=20),
             callbacks=[progress],
         )
+        progress.phases.attach(trainer)
         trainer.train()
         return trainer, trainer.state.log_history[0]
 
@@ -171,8 +178,10 @@ def test_columns_that_a_reward_logs_do_not_disturb_the_samples(folder, tmp_path)
     model = FastLanguageModel.get_peft_model(model, r=4, use_gradient_checkpointing=False)
     arguments = {**grpo_arguments(config, tmp_path, on_gpu=ON_GPU), "save_strategy": "no"}
     progress = progress_of(config, noting_reward, said.append, tmp_path, tables.append)
-    GRPOTrainer(model, noting_reward, GRPOConfig(**arguments), task.make_dataset(8, max_operand=20), None, tokenizer,
-                callbacks=[progress]).train()  # fmt: skip
+    trainer = GRPOTrainer(model, noting_reward, GRPOConfig(**arguments), task.make_dataset(8, max_operand=20), None, tokenizer,
+                          callbacks=[progress])  # fmt: skip
+    progress.phases.attach(trainer)
+    trainer.train()
     assert tables[0]["note"] == ["a text"] * 2
     assert [line.split("  ")[-1] for line in said if line.startswith("    ")] == ["noting 1", "noting 0"]
 

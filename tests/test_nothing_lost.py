@@ -350,6 +350,22 @@ def test_another_model_and_a_finished_run_are_refused_in_one_line(lab, copied, a
     assert run.code == 2 and says in run.refused and "\n" not in run.refused and run.run_dir is None
 
 
+def test_only_the_target_modules_are_trained_and_a_resumed_run_keeps_to_them(lab, tmp_path):
+    short = ("--max-steps", 3, "--save-steps", 1, "--eval-problems", 0, "--target-modules")
+    run = lab(tmp_path, *short, "q_proj", "v_proj", AT="2", DO="SIGTERM")
+    assert run.code == 143, run.said
+    kept = weights(run.run_dir / "final-adapter")
+    modules = {name.split(".lora_")[0].rpartition(".")[2] for name in kept}
+    assert modules == {"q_proj", "v_proj"} and len(kept) == 2 * 2 * 2  # layers, modules, and A and B
+    assert recorded(run).params["trainable_parameters"] == str(sum(tensor.numel() for tensor in kept.values()))
+    again = lab(tmp_path, "--resume-from-checkpoint", "last", "--target-modules", "q_proj", "k_proj")
+    assert again.code == 2 and again.run_dir is None
+    assert "--target-modules k_proj q_proj: the checkpoint is of q_proj v_proj; leave it away, or start anew" in again.refused
+    again = lab(tmp_path, "--resume-from-checkpoint", "last", "--target-modules", "v_proj", "q_proj")  # the same ones
+    assert again.code == 0 and weights(again.run_dir / "final-adapter").keys() == kept.keys(), again.said + again.refused
+    assert recorded(again).tags["changed"] == "nothing"
+
+
 def test_a_finished_run_is_refused_and_can_be_made_longer(lab, unbroken, tmp_path):
     run = lab(tmp_path, "--resume-from-checkpoint", unbroken.run_dir)
     assert run.code == 2 and "finished, 8 of 8 steps are done; --max-steps 16 adds as many" in run.refused
@@ -574,7 +590,8 @@ def test_a_server_that_dies_loses_nothing(lab, server, tmp_path):
     assert run.code == 3 and run.seconds < 60 and "step 8/8" in run.said, run.said
     assert (run.run_dir / "final-adapter" / "adapter_model.safetensors").is_file()
     said = run.said[run.said.index("NOT RECORDED in ") :]
-    assert "metrics of steps " in said and " to 8" in said and "lora" in said and "reward_curve.png, status FINISHED" in said
+    assert "metrics of steps " in said and " to 8" in said and "lora" in said
+    assert "reward_curve.png, step_time.png, status FINISHED" in said
     assert said.rstrip().endswith(f"with MLFLOW_TRACKING_URI as it was: uv run python record.py outputs/{run.run_dir.name}")
 
     # as it is printed, with the server still away: refused in one line
@@ -595,8 +612,9 @@ def test_a_server_that_dies_loses_nothing(lab, server, tmp_path):
     samples = json.loads(record.read("samples.json", tmp_path))["data"]
     assert [row[0] for row in samples] == [2] * 4 + [4] * 4 + [6] * 4 + [8] * 4
     assert "lora/adapter_model.safetensors" in record.artifacts("lora") and record.status == "FINISHED"
-    drawn = Path(record.client.download_artifacts(record.id, "reward_curve.png", tmp_path))
-    assert drawn.read_bytes() == (run.run_dir / "reward_curve.png").read_bytes()
+    for name in ("reward_curve.png", "step_time.png"):
+        drawn = Path(record.client.download_artifacts(record.id, name, tmp_path))
+        assert drawn.read_bytes() == (run.run_dir / name).read_bytes()
 
     # and into another store, where the run is new
     with mock.patch.dict(os.environ, MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path / 'other.db'}"), contextlib.chdir(tmp_path):

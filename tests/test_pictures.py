@@ -149,7 +149,9 @@ def test_two_threads_draw_the_same(tmp_path):
 def test_the_reward_curve_lies_in_the_folder_and_in_the_record_and_is_sent_anew(small_run, tmp_path, monkeypatch):
     file = small_run.run_dir / "reward_curve.png"
     items = [json.loads(line) for line in open(small_run.run_dir / "record.jsonl")]
-    (data,) = [item["data"] for item in items if item.get("kind") == "figure"]
+    drawn = {item["name"]: item["data"] for item in items if item.get("kind") == "figure"}
+    assert list(drawn) == ["reward_curve", "step_time"]  # there is no memory of a card to draw
+    data = drawn["reward_curve"]
     assert [row["step"] for row in data["steps"]] == [1, 2] and [step for step, _ in data["held_out"]] == [0, 2]
     assert data["best"] == {"correctness_reward": 1.0, "format_reward": 0.2}
 

@@ -56,6 +56,7 @@ def test_record_holds_config_lock_and_machine(recorded):
     params, tags = run.data.params, run.data.tags
     expected = {
         "lora_r": "16",
+        "target_modules": "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj",
         "group": "8",
         "num_generations": "8",
         "max_completion_length": "20",
@@ -102,6 +103,31 @@ def test_record_holds_every_step_and_both_evaluations(recorded):
     assert set(history("held_out/format_reward").values()) <= {0.0, 0.25, 0.5, 0.75, 1.0}
     assert run.data.metrics["rss_peak_gib"] > 1 and run.data.metrics["adapter_largest_b"] > 1e-4
     assert any(name.startswith("system/") for name in run.data.metrics)
+
+
+def test_record_holds_where_the_time_of_each_step_went(recorded, small_run):
+    client, run = recorded
+
+    def history(name):
+        return {m.step: m.value for m in client.get_metric_history(run.info.run_id, name)}
+
+    in_training_step = ("generation", "rewards", "log_probs", "forward_backward")  # as TRL's own step_time has it
+    parts = {name: history(f"seconds/{name}") for name in (*in_training_step, "optimizer", "rest")}
+    for step in (1, 2):
+        assert sum(parts[name][step] for name in in_training_step) == pytest.approx(history("step_time")[step], rel=0.05)
+        assert all(part[step] >= 0 for part in parts.values()) and parts["generation"][step] > 0 < parts["optimizer"][step]
+        generated = history("completions/mean_length")[step] * 8
+        assert history("tokens_per_second/generated")[step] == pytest.approx(generated / parts["generation"][step])
+        trained = history("num_tokens")[step] - history("num_tokens").get(step - 1, 0)
+        assert history("tokens_per_second/trained")[step] == pytest.approx(trained / parts["forward_backward"][step])
+        assert trained > generated  # prompts, too
+    # there is no card to measure, and no bandwidth to hold the speed against
+    assert [name for name in run.data.metrics if name.startswith("vram") or name == "roofline_share"] == []
+    drawn = {file.path for file in client.list_artifacts(run.info.run_id)}
+    for name, there in (("step_time.png", True), ("reward_curve.png", True), ("memory.png", False), ("memory_plan.txt", False)):
+        assert (name in drawn) is there, name
+    assert (small_run.run_dir / "step_time.png").read_bytes().startswith(b"\x89PNG")
+    assert not (small_run.run_dir / "memory.png").exists()
 
 
 def test_record_holds_data_samples_and_adapter(recorded, small_run, tmp_path):
