@@ -47,6 +47,11 @@ class Line:
     formula: str
     counted_gib: float  # what it adds to the peak: less, where others are gone by the time that it comes
 
+    @property
+    def label(self) -> str:
+        """The title, in brackets where not all of the line is there at the peak."""
+        return self.title if self.counted_gib == self.gib else f"({self.title})"
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:

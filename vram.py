@@ -122,7 +122,7 @@ class Meter:
         if "vllm_graphs" not in lines:
             counted["kv_cache"] = 0.0
         lines["other"] = total - sum(counted.values())
-        rows = [row(line.title, line.key, line.gib, lines.get(line.key), line.kind) for line in self.plan.lines if line.gib]
+        rows = [row(line.label, line.key, line.gib, lines.get(line.key), line.kind) for line in self.plan.lines if line.gib]
         return [*rows, row("total", "total", self.plan.total_gib, total, "estimated")]
 
 
@@ -132,7 +132,7 @@ def row(line: str, key: str, predicted: float, measured: float | None, kind: str
 
 def in_words(rows: list[dict]) -> list[str]:
     """The table for the screen: predicted, measured, and the difference in per cent of what was measured."""
-    lines = [f"{'memory, GiB':20} predicted  measured"]
+    lines = [f"{'memory, GiB':20} predicted  measured  (in brackets: not there at the peak, or not all of it)"]
     for r in rows:
         predicted, measured = r["predicted_gib"], r["measured_gib"]
         off = f"{100 * (predicted / measured - 1):+6.1f} %" if measured and measured > 0.005 else ""

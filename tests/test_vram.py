@@ -157,7 +157,7 @@ def test_logits_below_the_training_pass_add_nothing(card):
 def test_the_table_says_how_far_off_the_plan_was(card):
     rows = [vram.row("base weights", "weights", 2.2, 2.0, "computed"), vram.row("KV cache", "kv_cache", 1.0, None, "computed")]
     assert vram.in_words(rows) == [
-        "memory, GiB          predicted  measured",
+        "memory, GiB          predicted  measured  (in brackets: not there at the peak, or not all of it)",
         "base weights              2.20      2.00  +10.0 %",
         "KV cache                  1.00      0.00 ",
     ]
