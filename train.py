@@ -30,7 +30,8 @@ import record
 import roofline
 from console import Console, open_closed_streams
 from data import build_dataset, can_think, drop_long_prompts, in_order
-from gpu import PeakMemory, bounded_start, check_engine, find_gpu, hold_to, leave_process_group, memory_plan, vllm_arguments
+from engine import bounded_start, check_engine, hold_to, leave_process_group, memory_plan, vllm_arguments
+from gpu import PeakMemory, find_gpu
 from stopping import Stop, Stopped
 
 PROJECT = Path(__file__).resolve().parent

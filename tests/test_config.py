@@ -16,7 +16,8 @@ import checks
 import command_line
 from checks import Refused, check_gpu
 from conftest import ROOT, refused, refused_in_this_process, train
-from gpu import Gpu, check_engine, find_gpu, memory_plan, vllm_arguments
+from engine import check_engine, memory_plan, vllm_arguments
+from gpu import Gpu, find_gpu
 from train import PRESETS, Config
 
 TASK = """

@@ -455,12 +455,12 @@ def test_a_start_that_hangs_is_ended_and_recorded(tmp_path):
     """The limit of vLLM's start, with a sleep for the hang, in a process of its own since it ends there."""
     store = f"sqlite:///{tmp_path / 'mlflow.db'}"
     code = (
-        "import time, pathlib, gpu, record, train, console\n"
+        "import time, pathlib, engine, record, train, console\n"
         "store = record.connect(train.PROJECT, 'p7-grpo')\n"
         "run_dir = pathlib.Path('run')\n"
         "run_dir.mkdir()\n"
         "run = record.Record(train.PRESETS['smollm2'], None, train.PROJECT, store, run_dir, None)\n"
-        "with console.Console(run_dir / 'train.log') as screen, gpu.bounded_start(screen, run, seconds=1):\n"
+        "with console.Console(run_dir / 'train.log') as screen, engine.bounded_start(screen, run, seconds=1):\n"
         "    time.sleep(60)\n"
     )
     env = {**os.environ, "MLFLOW_TRACKING_URI": store, "PYTHONPATH": str(ROOT)}
