@@ -79,18 +79,20 @@ class Plan:
 
 def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None) -> Plan:
     """The budget of a train.Config where `usable_gib` of a card with `card_gib` (or as much) may be used."""
-    vllm, card_gib = config.fast_inference, card_gib or usable_gib
+    card_gib = card_gib or usable_gib
     share_of_gib = config.vram_limit_gib or card_gib
-    lora = shape.lora_parameters(config.lora_r, config.target_modules)
+    vllm = config.fast_inference
     sequences = max(16, config.effective_batch)  # what vLLM may decode at once
-    tokens = config.per_device_train_batch_size * config.max_seq_length
+
+    # what stays: all sizes are in bytes
+    lora = shape.lora_parameters(config.lora_r, config.target_modules)
     weights, of_weights = weights_of(shape, config.load_in_4bit)
-    slots = vllm * slot_bytes(shape, config.lora_r)
+    slots = slot_bytes(shape, config.lora_r) if vllm else 0
     state, of_state = optimizer_bytes(config.optim, lora)
-    profile = vllm * profile_bytes(shape, sequences)
-    around = weights + slots + profile + VLLM_ITSELF
+    profile = profile_bytes(shape, sequences) if vllm else 0
+    around_cache = weights + slots + profile + VLLM_ITSELF
     if vllm and config.gpu_memory_utilization:
-        kv = max(config.gpu_memory_utilization * share_of_gib * GIB - around, 0)
+        kv = max(config.gpu_memory_utilization * share_of_gib * GIB - around_cache, 0)
     elif vllm:
         kv = config.kv_cache_gib * GIB
     else:
@@ -98,42 +100,47 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
         kv = rows * config.max_seq_length * shape.kv_bytes
     kv_tokens = int(kv / shape.kv_bytes) // 16 * 16
     of_kv = f"{kv_tokens:,} tokens of {shape.kv_bytes:,} bytes: {kv_tokens // config.max_seq_length} sequences of full length"
-    longest = min(kv_tokens, unsloths_longest(config, shape, around + kv)) if vllm else kv_tokens
-    if not vllm:  # it grows by copies, and is gone when training begins
-        kv *= GENERATE_COPIES
-        of_kv = f"generate()'s, with its copies: {kv_tokens:,} tokens of {shape.kv_bytes:,} bytes, also in evaluations"
+    longest = min(kv_tokens, unsloths_longest(config, shape, around_cache + kv)) if vllm else kv_tokens
+
+    # a training pass. With checkpointing the logits are gone when its backward half is at its peak; without, they come on
+    # top of all blocks
+    tokens = config.per_device_train_batch_size * config.max_seq_length
     inputs, of_inputs = kept_bytes(config, shape, tokens)
-    block = config.gradient_checkpointing * block_bytes(shape, tokens)
+    activations = inputs + (block_bytes(shape, tokens) if config.gradient_checkpointing else 0)
     logits, of_logits = logits_bytes(config, shape, card_gib)
-    graphs = vllm * graph_bytes(config, shape, sequences)
-    slack = SLACK_WITH_CHECKPOINTING if config.gradient_checkpointing else SLACK
-    other = UNSLOTHS_OWN + config.gradient_checkpointing * 2 * tokens * shape.hidden
-    # with checkpointing the logits are gone when the backward pass is at its peak; without, all blocks stand beside them
-    beside_logits = inputs + block if config.gradient_checkpointing else 0
-    training = inputs + block + max(logits - beside_logits, 0) + 4 * lora
+    logits_on_top = max(logits - activations, 0) if config.gradient_checkpointing else logits
+    training = activations + logits_on_top + 4 * lora
+    staging = 2 * tokens * shape.hidden if config.gradient_checkpointing else 0
+
+    # what generates has given back its tensors when training begins; vLLM's cache stays
+    kv_now, kv_kind = kv, "computed"
+    if not vllm:
+        kv, kv_kind = GENERATE_COPIES * kv, "estimated"
+        kv_now, of_kv = max(kv - training, 0), f"generate()'s, with copies, also in evaluations: {of_kv}"
 
     def line(key, title, size, kind, formula, counted=None):
-        return Line(key, title, size / GIB, kind, formula, (size if counted is None else max(counted, 0)) / GIB)
+        return Line(key, title, size / GIB, kind, formula, (size if counted is None else counted) / GIB)
 
-    kv_line = "computed" if vllm else "estimated"
     lines = (
         line("weights", "base weights", weights, "computed", of_weights),
         line("context", "CUDA context", CONTEXT, "estimated", "with libraries and kernels, as on an H200"),
         line("lora", "LoRA adapter", 4 * lora + slots, "computed",
-             f"{lora:,} parameters in 32 bits" + vllm * ", vLLM's slot in 16"),
+             f"{lora:,} parameters in 32 bits" + (", vLLM's slot in 16" if vllm else "")),
         line("gradients", "its gradients", 4 * lora, "computed", "as many, in 32 bits"),
         line("optimizer", "optimizer state", state, "computed", of_state),
-        line("kv_cache", "KV cache", kv, kv_line, of_kv, kv if vllm else kv - training),
-        line("activations", "activations", inputs + block, "estimated", f"{of_inputs}, {tokens:,} tokens in one pass"),
-        line("logits", "logits chunk", logits, "estimated", of_logits, logits - beside_logits),
+        line("kv_cache", "KV cache", kv, kv_kind, of_kv, kv_now),
+        line("activations", "activations", activations, "estimated", f"{of_inputs}, {tokens:,} tokens in one pass"),
+        line("logits", "logits chunk", logits, "estimated", of_logits, logits_on_top),
         line("vllm_activations", "vLLM's activations", profile, "estimated",
-             f"{PREFILL_TOKENS:,} tokens in prefill, {sequences} sampled, while nothing trains", profile - training),
-        line("vllm_graphs", "vLLM's CUDA graphs", graphs, "estimated", f"{graph_count(sequences)} graphs and their pool"),
-        line("slack", "allocator slack", slack, "estimated", "torch's blocks that no tensor fills"),
-        line("other", "all else", other, "estimated", "Unsloth's staging buffers, rope tables, small tensors"),
+             f"{PREFILL_TOKENS:,} tokens in prefill, {sequences} sampled, while nothing trains", max(profile - training, 0)),
+        line("vllm_graphs", "vLLM's CUDA graphs", graph_bytes(config, shape, sequences) if vllm else 0, "estimated",
+             f"{graph_count(sequences)} graphs and their pool"),
+        line("slack", "allocator slack", SLACK_WITH_CHECKPOINTING if config.gradient_checkpointing else SLACK, "estimated",
+             "torch's blocks that no tensor fills"),
+        line("other", "all else", UNSLOTHS_OWN + staging, "estimated", "Unsloth's staging buffers, rope tables, small tensors"),
     )  # fmt: skip
-    share = vllm * (around + kv) / GIB
-    beside_torch = (CONTEXT + vllm * GRAPHS_BESIDE_TORCH) / GIB
+    share = (around_cache + kv) / GIB if vllm else 0.0
+    beside_torch = (CONTEXT + (GRAPHS_BESIDE_TORCH if vllm else 0)) / GIB
     return Plan(lines, usable_gib, share, share / share_of_gib, beside_torch, kv_tokens, longest)
 
 
