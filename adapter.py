@@ -71,7 +71,9 @@ def keep(model, folder: Path, base: str, history: list[dict], config, console, r
         raise OSError(f"{folder} could not be written; the adapter is in {kept}")
     largest_b = check(folder, base, history, config.mask_truncated_completions)
     run.metrics({"adapter_largest_b": largest_b})
-    learned = f"largest entry of B {largest_b:.2g}" if largest_b else "B is all 0: nothing was learned, no group had spread"
+    learned = f"largest entry of B {largest_b:.2g}"
+    if not largest_b:
+        learned = "B is all 0: nothing was learned; no group had spread, or the learning rate was 0 (warm-up)"
     console.say(f"adapter: {folder.resolve()} ({learned})")
 
 

@@ -1,7 +1,7 @@
 """Where the memory of a run goes, line by line, before anything loads, and how fast the card could make it.
 
     uv run python budget.py                                          the chapter's config on an RTX 5080
-    uv run python budget.py --card rtx-4090 --model Qwen/Qwen3-8B --num-generations 16
+    uv run python budget.py --card rtx-4090 --model Qwen/Qwen3-8B --max-completion-length 2048
     uv run python budget.py --vram-gib 11.5 --bandwidth-gbps 504 --model path/to/config.json
 
 Flags are train.py's own, and the card: --card, or --vram-gib and --bandwidth-gbps. No GPU and no heavy library is needed.
@@ -19,7 +19,7 @@ import sys
 from cards import CARDS, Card
 from checks import Refused, check_config, check_limit, flag
 from roofline import ceiling, step_floor, token_step_bytes, training_flops
-from shapes import Shape, shape_of, weights_of
+from shapes import SHAPES, Shape, shape_of, weights_of
 
 GIB = 2**30
 PREFILL_TOKENS = 2048  # what vLLM takes in one prefill pass, and profiles itself with
@@ -150,8 +150,10 @@ def unsloths_longest(config, shape: Shape, share: float) -> int:
     unsloth_zoo 2026.10.9, vllm_utils.py, approximate_vllm_memory_usage: 5 bits for a quantized weight, at least 0.15 GiB
     for graphs, whole 256 tokens.
     """
-    in_5_bits = shape.linear_parameters - shape.kept_parameters() if config.load_in_4bit else 0
-    weights = in_5_bits * 5 / 8 + 2 * (shape.parameters - in_5_bits) + 2 * shape.lora_parameters(config.lora_r)
+    in_4_bits = config.load_in_4bit or shape.quantized == "bitsandbytes"
+    quantized = shape.linear_parameters - shape.kept_parameters() if in_4_bits or shape.quantized else 0
+    weights = quantized * (5 / 8 if in_4_bits else 10 / 8) + 2 * (shape.parameters - quantized)
+    weights += 2 * shape.lora_parameters(config.lora_r)
     graphs = min(max(172 * 4 * shape.hidden * shape.layers, 0.15 * GIB), GIB)
     return max(int(0.95 * (share - weights - graphs) / shape.kv_bytes), 0) // 256 * 256
 
@@ -247,10 +249,14 @@ def refusal(config, shape: Shape, usable_gib: float, card_gib: float) -> tuple[s
     """
     found = plan(config, shape, usable_gib, card_gib)
     short = config.fast_inference and found.longest < config.max_seq_length
-    if found.headroom_gib >= 0 and not short:
+    beyond = config.max_seq_length > shape.context
+    if found.headroom_gib >= 0 and not short and not beyond:
         return None
     changes = [in_words(change, config) for change in nearest(config, shape, usable_gib, card_gib)]
     nearest_ones = f"Nearest that fits, one at a time: {'; '.join(changes) or 'none, but a smaller --model'}"
+    if beyond:
+        lengths = f"--max-prompt-length {config.max_prompt_length} and --max-completion-length {config.max_completion_length}"
+        return f"{lengths} are more than the {shape.context} tokens that {shape.name} can take.\n{nearest_ones}", False
     if short:
         asked = f"--kv-cache-gib {plain(config.kv_cache_gib)}"
         if config.gpu_memory_utilization:
@@ -273,8 +279,8 @@ def works(config, shape: Shape, usable_gib: float, card_gib: float | None = None
     except Refused:
         return False
     found = plan(config, shape, usable_gib, card_gib)
-    enough = not config.fast_inference or found.longest >= config.max_seq_length
-    return enough and found.headroom_gib >= MARGIN * usable_gib
+    longest = min(found.longest, shape.context) if config.fast_inference else shape.context
+    return config.max_seq_length <= longest and found.headroom_gib >= MARGIN * usable_gib
 
 
 def nearest(config, shape: Shape, usable_gib: float, card_gib: float | None = None) -> list[dict]:
@@ -321,14 +327,17 @@ def nearest_cache(config, shape: Shape, usable_gib: float, card_gib: float | Non
 def room_for(config, shape: Shape, usable_gib: float, card_gib: float | None = None) -> list[dict]:
     """What the room that is left buys, each by itself: the largest group, completion length and rollout that work.
 
-    With a larger cache where that is needed for all completions of a rollout to decode at once.
+    With a larger cache where the present one lets all completions of a rollout decode at once, and would not any more.
     """
 
+    def cache_for_all(config) -> float:
+        return math.ceil(100 * config.effective_batch * config.max_seq_length * shape.kv_bytes / GIB) / 100
+
+    grows = config.fast_inference and not config.gpu_memory_utilization and cache_for_all(config) <= config.kv_cache_gib
+
     def with_cache(change: dict) -> dict:
-        changed = dataclasses.replace(config, **change)
-        needed = math.ceil(100 * changed.effective_batch * changed.max_seq_length * shape.kv_bytes / GIB) / 100
-        larger = config.fast_inference and not config.gpu_memory_utilization and needed > config.kv_cache_gib
-        return {**change, "kv_cache_gib": needed} if larger else change
+        needed = cache_for_all(dataclasses.replace(config, **change))
+        return {**change, "kv_cache_gib": needed} if grows and needed > config.kv_cache_gib else change
 
     def largest(change_of, low: int, high: int) -> list[dict]:
         def fits(n: int) -> bool:
@@ -394,8 +403,9 @@ def answer(config, shape: Shape, card: Card) -> tuple[str, bool]:
     """All that budget.py says of a config on a card, and whether it fits."""
     usable_gib = config.vram_limit_gib or card.vram_gib
     p, why = plan(config, shape, usable_gib, card.vram_gib), refusal(config, shape, usable_gib, card.vram_gib)
-    bits = "4-bit" if config.load_in_4bit else shape.quantized or "16-bit"
+    bits = "fp8" if shape.quantized == "fp8" else "4-bit" if config.load_in_4bit or shape.quantized else "16-bit"
     full, parts = full_finetuning(config, shape)
+    plain_4bit = bits == "4-bit" and shape in SHAPES.values()
     lines = [
         f"{shape.name} ({bits}) on {card.name}: {card.vram_gib:g} GiB, {card.bandwidth_gbps:g} GB/s; "
         f"{config.effective_batch} completions a step in groups of {config.num_generations}, of up to "
@@ -404,8 +414,10 @@ def answer(config, shape: Shape, card: Card) -> tuple[str, bool]:
         *table(p),
         f"full fine-tuning, before cache and activations: {full:.0f} GiB",
         f"({parts})",
-        "",
     ]
+    if plain_4bit:
+        lines.append("(Unsloth's own 4-bit copies keep some layers in 16 bits: the config.json of one says which)")
+    lines.append("")
     if why:
         return "\n".join([*lines, f"does not fit: {why[0]}"]), False
     buys = [in_words(change, config) for change in room_for(config, shape, usable_gib, card.vram_gib)]
@@ -422,6 +434,8 @@ def answer(config, shape: Shape, card: Card) -> tuple[str, bool]:
     of_training = f"{training_flops(config, shape) / 1e12:.0f} TFLOP of training passes"
     if training:
         of_training += f", {training:.1f} s at {card.bf16_tflops:g} TFLOP/s"
+    else:
+        of_training += ", for which the card's rate is not known"
     lines += [
         f"decoding reads {read / 1e9:.2f} GB a token step, with 16-bit head, adapter and {context:.0f} tokens of cache:",
         f"at most {', '.join(speeds)} tokens/s (sequences: rate)",
@@ -440,8 +454,8 @@ def main(arguments: list[str]) -> int:
     class Question(Config):
         """The memory and the speed of a run, before it starts. Flags are train.py's, and the card's."""
 
-        card: str = "rtx-5080"
-        """A card that is built in (an unknown name lists them)."""
+        card: str | None = None
+        """A card that is built in (an unknown name lists them); rtx-5080 without any."""
         vram_gib: float | None = None
         """GiB of the card that CUDA reports, instead of --card's."""
         bandwidth_gbps: float | None = None
@@ -453,17 +467,19 @@ def main(arguments: list[str]) -> int:
         value = getattr(question, name)
         if value is not None and not 0 < value < 1e5:
             raise Refused(f"{flag(name)} {value:g}: must be above 0, and below 100000")
-    if question.card.lower() not in CARDS:
+    name = (question.card or "rtx-5080").lower()
+    if name not in CARDS:
         raise Refused(f"--card {question.card}: built in are {', '.join(CARDS)}; others by --vram-gib and --bandwidth-gbps")
-    card = CARDS[question.card.lower()]
-    if (question.vram_gib is None) != (question.bandwidth_gbps is None):
-        raise Refused("--vram-gib and --bandwidth-gbps describe one card together: give both, or --card")
+    card = CARDS[name]
+    given = [value is not None for value in (question.card, question.vram_gib, question.bandwidth_gbps)]
+    if given not in ([False, False, False], [True, False, False], [False, True, True]):
+        raise Refused("--vram-gib and --bandwidth-gbps describe one card together: give both, or --card alone")
     if question.vram_gib:
         card = Card("your card", question.vram_gib, question.bandwidth_gbps)
     check_config(question)
     check_limit(question, card.vram_gib)
     text, fits = answer(question, shape_of(question.model), card)
-    print(text)
+    print(text, flush=True)
     return 0 if fits else 1
 
 
@@ -475,4 +491,8 @@ if __name__ == "__main__":
         sys.exit(2)
     except BrokenPipeError:  # | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(1)
+        sys.exit(2)
+    except OSError as error:  # a full disk
+        print(f"budget.py: {error.strerror}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(2)

@@ -139,8 +139,8 @@ def memory(data: dict) -> Figure:
 def step_time(data: list[dict]) -> Figure:
     """Seconds of each step, {"step": 1, "generation": 5.1, "rest": 0.1, ...} with the names in PARTS, as a stacked bar.
 
-    Shares are of all steps but the first two, which compile and tune kernels; where those tower above the others, the axis is
-    cut and their seconds are written down. A part that a step lacks took no time.
+    From six steps on, shares are of all but the first two, which compile and tune kernels; where those tower above the others,
+    the axis is cut and their seconds are written down. A part that a step lacks took no time.
     """
     figure, axes = canvas()
     names = [name for name in PARTS if any(row.get(name) for row in data)]
@@ -156,7 +156,7 @@ def step_time(data: list[dict]) -> Figure:
     # two bars may be cut, for the first two steps are slow: the third highest is what the others reach
     usual = sorted(bottoms, reverse=True)[min(2, len(bottoms) - 1)] if bottoms else 0
     high = max(bottoms, default=0)
-    top = 1.1 * (usual if high > 1.5 * usual else high) or 1
+    top = 1.1 * (usual if high > 1.5 * usual and len(data) >= 6 else high) or 1
     axes.set_ylim(0, top)
     cut = [i for i, total in enumerate(bottoms) if total > top]
     for i in cut:
@@ -170,7 +170,7 @@ def step_time(data: list[dict]) -> Figure:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_xlabel("optimizer step" + (f" (a bar is the mean of {size})" if size > 1 else ""), fontsize=TEXT)
     axes.set_ylabel("seconds a step", fontsize=TEXT)
-    counted = data[2:] or data
+    counted = data[2:] if len(data) >= 6 else data
     sums = {name: sum(row.get(name) or 0 for row in counted) for name in names}
     whole = sum(sums.values()) or 1
     key = []

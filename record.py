@@ -276,18 +276,19 @@ class Record:
         for name, data_so_far in self.figures.items():
             try:
                 if data := data_so_far():
-                    self.picture(name, data)
+                    self.picture(name, data, say)
             except Exception as error:
                 say(f"{name}.png could not be drawn: {type(error).__name__}: {one_line(error)}")
 
-    def picture(self, name: str, data) -> None:
+    def picture(self, name: str, data, say) -> None:
         """A figure of pictures.FIGURES, as a file in the run's folder and as an artifact."""
         import pictures
 
         figure, file = pictures.FIGURES[name](data), self.run_dir / f"{name}.png"
         try:
             figure.savefig(file)
-        except OSError:  # a full disk: it is only recorded
+        except OSError as error:  # a full disk
+            say(f"{file} could not be written ({error.strerror}); it is only recorded")
             with contextlib.suppress(OSError):
                 file.unlink(missing_ok=True)
         self.journal.put("figure", name=name, data=data, file=file.name)

@@ -5,7 +5,7 @@ import json
 import re
 from pathlib import Path
 
-from checks import PROJECTIONS, Refused, short
+from checks import PROJECTIONS, Refused, one_line, short
 
 
 class NotPlanned(Refused):
@@ -24,6 +24,7 @@ class Shape:
     kv_heads: int
     head_dim: int
     vocabulary: int
+    context: int  # tokens that positions are made for
     tied: bool  # the head is the embedding
     qk_norms: bool = False
     qkv_bias: bool = False
@@ -86,7 +87,7 @@ class Shape:
 
 
 def qwen3(name, hidden, intermediate, layers, heads, tied):
-    return Shape(name, hidden, intermediate, layers, heads, 8, 128, 151936, tied, qk_norms=True)
+    return Shape(name, hidden, intermediate, layers, heads, 8, 128, 151936, 40960, tied, qk_norms=True)
 
 
 SHAPES = {
@@ -98,9 +99,9 @@ SHAPES = {
         qwen3("Qwen3-8B", 4096, 12288, 36, 32, False),
         qwen3("Qwen3-14B", 5120, 17408, 40, 40, False),
         qwen3("Qwen3-32B", 5120, 25600, 64, 64, False),
-        Shape("SmolLM2-135M", 576, 1536, 30, 9, 3, 64, 49152, True),
-        Shape("SmolLM2-360M", 960, 2560, 32, 15, 5, 64, 49152, True),
-        Shape("SmolLM2-1.7B", 2048, 8192, 24, 32, 32, 64, 49152, True),
+        Shape("SmolLM2-135M", 576, 1536, 30, 9, 3, 64, 49152, 8192, True),
+        Shape("SmolLM2-360M", 960, 2560, 32, 15, 5, 64, 49152, 8192, True),
+        Shape("SmolLM2-1.7B", 2048, 8192, 24, 32, 32, 64, 49152, 8192, True),
     )
 }
 
@@ -121,15 +122,17 @@ def shape_of(model: str) -> Shape:
     Raises Refused, naming the value and the ones that work.
     """
     path = Path(model)
-    if path.is_dir():
-        path = path / "config.json"
-    if path.suffix == ".json" or path.is_file():
+    try:
+        path = path / "config.json" if path.is_dir() else path
+        given = path.suffix == ".json" or path.is_file()
+    except OSError:  # a name that no file can have
+        given = False
+    if given:
         return read_shape(path)
     if not is_built_in(model):
         known = ", ".join(shape.name for shape in SHAPES.values())
-        raise NotPlanned(f"--model {model}: its shape is not built in ({known}); give its folder or its config.json")
-    shape = SHAPES[plain_name(model)]
-    return dataclasses.replace(shape, quantized="bitsandbytes") if model.lower().endswith("-bnb-4bit") else shape
+        raise NotPlanned(f"--model {model[:80]}: its shape is not built in ({known}); give its folder or its config.json")
+    return SHAPES[plain_name(model)]
 
 
 def is_built_in(model: str) -> bool:
@@ -145,27 +148,36 @@ def plain_name(model: str) -> str:
 def read_shape(path: Path) -> Shape:
     """The shape in a config.json; Refused where it is missing, malformed, or of an architecture that is not planned for."""
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise Refused(f"--model {path}: {error.strerror}; give a folder that holds a config.json, or the file") from None
-    except ValueError as error:
-        raise Refused(f"--model {path}: no JSON ({error}); a config.json as save_pretrained writes it works") from None
+    except (ValueError, RecursionError) as error:
+        why = f"no JSON ({one_line(error)}); a config.json as save_pretrained writes it works"
+        raise Refused(f"--model {path}: {why}") from None
     kind = config.get("model_type") if isinstance(config, dict) else None
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
-        raise NotPlanned(f"--model {path}: model_type {kind!r}; planned for are {', '.join(ARCHITECTURES)}")
+        raise NotPlanned(f"--model {path}: model_type {short(kind)}; planned for are {', '.join(ARCHITECTURES)}")
     sizes = {}
     for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
         sizes[name] = positive(config, name, path)
     heads = sizes["num_attention_heads"]
-    # what transformers takes where a file leaves it out
     if kind == "llama" and config.get("num_key_value_heads") is None:
         config["num_key_value_heads"] = heads
     if config.get("head_dim") is None:
         config["head_dim"] = 128 if kind == "qwen3" else sizes["hidden_size"] // heads
-    sizes |= {name: positive(config, name, path) for name in ("num_key_value_heads", "head_dim")}
+    if config.get("max_position_embeddings") is None:
+        config["max_position_embeddings"] = 2**20
+    names = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+    sizes |= {name: positive(config, name, path) for name in names}
+    tied = config.get("tie_word_embeddings", kind == "smollm3")
     quantization = config.get("quantization_config") or {}
+    kept = quantization.get("llm_int8_skip_modules") or [] if isinstance(quantization, dict) else []
+    if not isinstance(tied, bool):
+        raise Refused(f"--model {path}: tie_word_embeddings is {short(tied)}; it must be true or false")
+    if not isinstance(kept, list) or not all(isinstance(name, str) for name in kept):
+        raise Refused(f"--model {path}: llm_int8_skip_modules is {short(kept)}; it must be a list of names")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    if method not in (None, "fp8", "bitsandbytes") or method == "bitsandbytes" and quantization.get("load_in_8bit"):
+    if not isinstance(quantization, dict) or method not in (None, "fp8", "bitsandbytes") or quantization.get("load_in_8bit"):
         raise NotPlanned(f"--model {path}: quantized by {short(method)}; planned for are bitsandbytes in 4 bits, fp8, or none")
     qk_norms, qkv_bias = ARCHITECTURES[kind]
     return Shape(
@@ -177,12 +189,13 @@ def read_shape(path: Path) -> Shape:
         kv_heads=sizes["num_key_value_heads"],
         head_dim=sizes["head_dim"],
         vocabulary=sizes["vocab_size"],
-        tied=config.get("tie_word_embeddings", kind == "smollm3") is True,
+        context=sizes["max_position_embeddings"],
+        tied=tied,
         qk_norms=qk_norms,
         qkv_bias=qkv_bias or config.get("attention_bias") is True,
         quantized=method,
-        nested=quantization.get("bnb_4bit_use_double_quant") is not False,
-        kept=tuple(quantization.get("llm_int8_skip_modules") or ()),
+        nested=method != "bitsandbytes" or quantization.get("bnb_4bit_use_double_quant") is True,
+        kept=tuple(kept),
     )
 
 

@@ -22,7 +22,7 @@ import shapes
 import train as script
 from cards import CARDS, Card
 from checks import Refused, check_config
-from conftest import ROOT
+from conftest import ROOT, readme_block
 from train import PRESETS, Config
 
 GIB = 2**30
@@ -74,13 +74,17 @@ def test_the_embedded_models_file_is_as_large_as_its_line():
     assert with_values(shapes.shape_of(str(folder)), name="SmolLM2-135M") == SMOLLM2
 
 
+NESTED = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+
+
 @pytest.fixture
 def config_json(tmp_path):
     """Write Qwen3-4B's config.json with changes (None takes a key out), and return its shape."""
 
     def write(**changes):
         config = dict(model_type="qwen3", vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36,
-                      num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True)  # fmt: skip
+                      num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
+                      max_position_embeddings=40960)  # fmt: skip
         config |= changes
         config = {name: value for name, value in config.items() if value is not None}
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -108,7 +112,7 @@ def test_a_config_json_gives_the_built_in_shape(config_json):
     ],
 )
 def test_what_a_checkpoint_keeps_in_16_bits(kept, in_16_bits, config_json):
-    shape = config_json(quantization_config={"quant_method": "bitsandbytes", "llm_int8_skip_modules": kept})
+    shape = config_json(quantization_config={**NESTED, "llm_int8_skip_modules": kept})
     assert shape.kept_parameters() == in_16_bits
     quantized = 36 * ONE_LAYER - in_16_bits
     for in_4bit in (True, False):  # a quantized checkpoint stays what it is
@@ -524,6 +528,17 @@ GOOD = {"model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "intermedi
         ("--model .", "[1]", ["model_type None", "llama"]),
         ("--model .", json.dumps({**GOOD, "model_type": "mamba"}), ["model_type 'mamba'", "qwen3"]),
         ("--model .", json.dumps({**GOOD, "hidden_size": 0}), ["hidden_size is 0", "above 0"]),
+        ("--model .", json.dumps({**GOOD, "quantization_config": "fp8"}), ["quantized by 'fp8'; planned for are"]),
+        ("--model .", json.dumps({**GOOD, "quantization_config": [4]}), ["quantized by [4]; planned for are"]),
+        ("--model .", json.dumps({**GOOD, "quantization_config": {"quant_method": "awq"}}), ["quantized by 'awq'"]),
+        ("--model .", json.dumps({**GOOD, "quantization_config": {"llm_int8_skip_modules": "lm_head"}}), ["a list of names"]),
+        ("--model .", json.dumps({**GOOD, "model_type": ["qwen3"]}), ["model_type ['qwen3']"]),
+        ("--model .", json.dumps({**GOOD, "tie_word_embeddings": "true"}), ["it must be true or false"]),
+        ("--model .", "[" * 100_000, ["no JSON"]),
+        (f"--model {'x' * 300}", None, ["its shape is not built in"]),
+        ("--card rtx-4090 --vram-gib 24 --bandwidth-gbps 1008", None, ["give both, or --card alone"]),
+        ("--vram-limit-gib 40", None, ["--vram-limit-gib 40: the card has 15.5 GiB"]),
+        ("--kv-cache-gib 1e9", None, ["no card has so much"]),
         ("--model .", json.dumps({**GOOD, "head_dim": -1}), ["head_dim is -1", "above 0"]),
         ("--model .", json.dumps({**GOOD, "vocab_size": 10**12}), ["vocab_size is 1000000000000", "below"]),
         ("--target-modules q_proj embed", None, ["--target-modules embed", "q_proj k_proj"]),
@@ -606,7 +621,7 @@ def test_a_copy_in_the_hubs_cache_is_what_the_plan_reads(copy, before_a_run, qwe
     (folder / "refs" / "main").write_text(commit)
     (folder / "snapshots" / commit).mkdir(parents=True)
     config = json.loads((qwen3_4b / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["model.layers.3.mlp"]}
+    config["quantization_config"] = {**NESTED, "llm_int8_skip_modules": ["model.layers.3.mlp"]}
     (folder / "snapshots" / commit / "config.json").write_text(json.dumps(config))
     (folder / "snapshots" / commit / "model.safetensors").write_bytes(b"")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
@@ -619,3 +634,19 @@ def test_a_copy_in_the_hubs_cache_is_what_the_plan_reads(copy, before_a_run, qwe
         str(folder / "snapshots" / commit / "config.json") if copy == "unsloth/Qwen3-4B" else "unsloth/Qwen3-4B"
     )
     assert models.shape_source("unsloth/Qwen3-8B", True) == "unsloth/Qwen3-8B"
+
+
+def test_the_readmes_commands_are_answered(tmp_path):
+    commands = [line.split("#")[0].split()[4:] for line in readme_block("## Will it fit").splitlines()]
+    assert len(commands) == 3
+    for words in commands:
+        words = [str(models.embedded_folder() / "config.json") if word == "path/to/config.json" else word for word in words]
+        assert ask(*words, cwd=tmp_path)[0] == 0, words
+
+
+def test_answers_longer_than_the_models_context_are_refused_and_never_suggested():
+    config = with_values(QWEN, max_completion_length=50_000)
+    said, forceable = budget.refusal(config, QWEN3_4B, 139.8, 139.8)
+    assert "are more than the 40960 tokens that Qwen3-4B can take" in said and not forceable
+    for change in (*budget.nearest(config, QWEN3_4B, 139.8), *budget.room_for(QWEN, QWEN3_4B, 139.8)):
+        assert with_values(config, **{"max_completion_length": 768, **change}).max_seq_length <= 40960

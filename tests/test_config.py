@@ -263,7 +263,8 @@ def test_engine_holds_weights_adapter_and_cache(qwen3_4b):
     in_4bit = held()[1]
     assert without_cache - in_4bit == pytest.approx(3.6333e9 * (2 - nf4) / 2**30, rel=1e-3)
     config = json.loads((qwen3_4b / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "llm_int8_skip_modules": ["lm_head", "model.layers.3.mlp"]}
+    nested = {"quant_method": "bitsandbytes", "bnb_4bit_use_double_quant": True}
+    config["quantization_config"] = {**nested, "llm_int8_skip_modules": ["lm_head", "model.layers.3.mlp"]}
     (qwen3_4b / "config.json").write_text(json.dumps(config))
     assert held()[1] - in_4bit == pytest.approx(3 * 2560 * 9728 * (2 - nf4) / 2**30, rel=1e-3)
 
