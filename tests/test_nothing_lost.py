@@ -610,7 +610,10 @@ def test_a_server_that_dies_loses_nothing(lab, server, tmp_path):
     points = record.client.get_metric_history(record.id, "reward")
     assert [metric.step for metric in points] == list(range(1, STEPS + 1))
     samples = json.loads(record.read("samples.json", tmp_path))["data"]
-    assert [row[0] for row in samples] == [2] * 4 + [4] * 4 + [6] * 4 + [8] * 4
+    steps = [row[0] for row in samples]
+    assert steps == sorted(steps) and set(steps) == {2, 4, 6, 8}
+    # what the server took as it died, without an answer, is there twice (see journal.Journal)
+    assert {steps.count(step) for step in (4, 6, 8)} == {4} and steps.count(2) in (4, 8)
     assert "lora/adapter_model.safetensors" in record.artifacts("lora") and record.status == "FINISHED"
     for name in ("reward_curve.png", "step_time.png"):
         drawn = Path(record.client.download_artifacts(record.id, name, tmp_path))
@@ -660,7 +663,7 @@ def test_an_outer_run_and_a_long_parameter_split_nothing(lab, tmp_path):
 
 def test_rewards_that_are_all_zero_are_told_with_three_samples(lab, tmp_path):
     run = lab(tmp_path, "--max-steps", 11, "--sample-steps", 0, PAY="nothing")
-    assert run.code == 0 and "B is all 0: nothing was learned, no group had spread" in run.said
+    assert run.code == 0 and "B is all 0: nothing was learned; no group had spread, or" in run.said
     warning = run.said.index("warning: every reward of the last 40 completions is 0")
     assert [line.startswith("    'What is ") for line in run.said[warning:].splitlines()[1:5]] == [True, True, True, False]
     record = recorded(run)
