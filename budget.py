@@ -82,7 +82,7 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
     card_gib = card_gib or usable_gib
     share_of_gib = config.vram_limit_gib or card_gib
     vllm = config.fast_inference
-    sequences = max(16, config.effective_batch)  # what vLLM may decode at once
+    sequences = seats(config)
 
     # what stays: all sizes are in bytes
     lora = shape.lora_parameters(config.lora_r, config.target_modules)
@@ -144,13 +144,18 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
     return Plan(lines, usable_gib, share, share / share_of_gib, beside_torch, kv_tokens, longest)
 
 
+def seats(config) -> int:
+    """Sequences that vLLM is set up to decode at once (max_num_seqs)."""
+    return max(16, config.effective_batch)
+
+
 def unsloths_longest(config, shape: Shape, share: float) -> int:
     """Tokens to which Unsloth cuts vLLM's sequences, by its own estimate of what a share (bytes) leaves for the cache.
 
     unsloth_zoo 2026.10.9, vllm_utils.py, approximate_vllm_memory_usage: 5 bits for a quantized weight, at least 0.15 GiB
     for graphs, whole 256 tokens.
     """
-    in_4_bits = config.load_in_4bit or shape.quantized == "bitsandbytes"
+    in_4_bits = shape.in_4_bits(config.load_in_4bit)
     quantized = shape.linear_parameters - shape.kept_parameters() if in_4_bits or shape.quantized else 0
     weights = quantized * (5 / 8 if in_4_bits else 10 / 8) + 2 * (shape.parameters - quantized)
     weights += 2 * shape.lora_parameters(config.lora_r)
@@ -227,8 +232,9 @@ def graph_bytes(config, shape: Shape, sequences: int) -> int:
     The pool holds 824 bytes for each unit of width and depth, and in 4-bit one block's MLP unpacked, in 16-bit cuBLAS's
     workspace.
     """
-    launches = (148_000 if config.load_in_4bit else 118_000) * graph_count(sequences) * shape.layers
-    work = 2 * 3 * shape.hidden * shape.intermediate if config.load_in_4bit else 64 * 2**20
+    in_4_bits = shape.in_4_bits(config.load_in_4bit)
+    launches = (148_000 if in_4_bits else 118_000) * graph_count(sequences) * shape.layers
+    work = 2 * 3 * shape.hidden * shape.intermediate if in_4_bits else 64 * 2**20
     return launches + work + 824 * shape.hidden * shape.layers + 12 * 2**20
 
 
@@ -403,7 +409,7 @@ def answer(config, shape: Shape, card: Card) -> tuple[str, bool]:
     """All that budget.py says of a config on a card, and whether it fits."""
     usable_gib = config.vram_limit_gib or card.vram_gib
     p, why = plan(config, shape, usable_gib, card.vram_gib), refusal(config, shape, usable_gib, card.vram_gib)
-    bits = "fp8" if shape.quantized == "fp8" else "4-bit" if config.load_in_4bit or shape.quantized else "16-bit"
+    bits = "4-bit" if shape.in_4_bits(config.load_in_4bit) else shape.quantized or "16-bit"
     full, parts = full_finetuning(config, shape)
     plain_4bit = bits == "4-bit" and shape in SHAPES.values()
     lines = [

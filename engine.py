@@ -59,8 +59,8 @@ def vllm_arguments(config, plan: budget.Plan | None, gpu: Gpu, free_gib: float) 
         "fast_inference": True,
         "max_lora_rank": config.lora_r,
         "gpu_memory_utilization": min(share_gib / free_gib, 1.0),
-        "max_num_seqs": max(16, config.effective_batch),
-        "max_num_batched_tokens": max(budget.PREFILL_TOKENS, config.effective_batch),
+        "max_num_seqs": budget.seats(config),
+        "max_num_batched_tokens": max(budget.PREFILL_TOKENS, budget.seats(config)),
     }
 
 

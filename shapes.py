@@ -71,6 +71,10 @@ class Shape:
         """Bytes of KV cache for one token: keys and values of all layers in 16 bits."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
+    def in_4_bits(self, load_in_4bit: bool) -> bool:
+        """Whether the linear layers lie on the card in 4 bits: as the checkpoint is, or quantized as it loads."""
+        return self.quantized == "bitsandbytes" or load_in_4bit and self.quantized is None
+
     def kept_parameters(self) -> int:
         """Weights that the checkpoint keeps in 16 bits, by vLLM's rule: a layer's path, one above it, or one name in it."""
         total = 0
@@ -210,7 +214,7 @@ def weights_of(shape: Shape, load_in_4bit: bool) -> tuple[int, str]:
     """Bytes of the base weights on the card, and in words what they are made of."""
     if shape.quantized == "fp8":  # a 32-bit scale for each block of 128 x 128
         quantized, each, what = shape.linear_parameters, 1 + 4 / 128**2, "8 bits with block scales"
-    elif load_in_4bit or shape.quantized == "bitsandbytes":
+    elif shape.in_4_bits(load_in_4bit):
         # NF4: a scale for each 64 weights, in 32 bits, or in 8 with a 32-bit one for each 256 of those (double quantization)
         quantized = shape.linear_parameters - shape.kept_parameters()
         each = 1 / 2 + (1 / 64 + 4 / (64 * 256) if shape.nested else 4 / 64)
