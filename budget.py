@@ -86,7 +86,8 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
 
     # what stays: all sizes are in bytes
     lora = shape.lora_parameters(config.lora_r, config.target_modules)
-    weights, of_weights = weights_of(shape, config.load_in_4bit)
+    plain_scales = vllm and config.lean_decode
+    weights, of_weights = weights_of(shape, config.load_in_4bit, plain_scales)
     slots = slot_bytes(shape, config.lora_r) if vllm else 0
     state, of_state = optimizer_bytes(config.optim, lora)
     profile = profile_bytes(shape, sequences) if vllm else 0
@@ -96,7 +97,7 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
     elif vllm:
         kv = config.kv_cache_gib * GIB
     else:
-        rows = max(config.effective_batch, min(config.eval_problems, EVALUATED_AT_ONCE))
+        rows = max(config.rollout_batch, min(config.eval_problems, EVALUATED_AT_ONCE))
         kv = rows * config.max_seq_length * shape.kv_bytes
     kv_tokens = int(kv / shape.kv_bytes) // 16 * 16
     of_kv = f"{kv_tokens:,} tokens of {shape.kv_bytes:,} bytes: {kv_tokens // config.max_seq_length} sequences of full length"
@@ -114,6 +115,8 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
 
     # what generates has given back its tensors when training begins; vLLM's cache stays
     kv_now, kv_kind = kv, "computed"
+    if config.vllm_enable_sleep_mode:
+        kv_now, of_kv = max(kv - training, 0), f"given back while training: {of_kv}"
     if not vllm:
         kv, kv_kind = GENERATE_COPIES * kv, "estimated"
         kv_now, of_kv = max(kv - training, 0), f"generate()'s, with copies, also in evaluations: {of_kv}"
@@ -133,8 +136,8 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
         line("logits", "logits chunk", logits, "estimated", of_logits, logits_on_top),
         line("vllm_activations", "vLLM's activations", profile, "estimated",
              f"{PREFILL_TOKENS:,} tokens in prefill, {sequences} sampled, while nothing trains", max(profile - training, 0)),
-        line("vllm_graphs", "vLLM's CUDA graphs", graph_bytes(config, shape, sequences) if vllm else 0, "estimated",
-             f"{graph_count(sequences)} graphs and their pool"),
+        line("vllm_graphs", "vLLM's CUDA graphs", graph_bytes(config, shape) if vllm else 0, "estimated",
+             f"{graph_count(config)} graphs and their pool"),
         line("slack", "allocator slack", SLACK_WITH_CHECKPOINTING if config.gradient_checkpointing else SLACK, "estimated",
              "torch's blocks that no tensor fills"),
         line("other", "all else", UNSLOTHS_OWN + staging, "estimated", "Unsloth's staging buffers, rope tables, small tensors"),
@@ -146,7 +149,7 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
 
 def seats(config) -> int:
     """Sequences that vLLM is set up to decode at once (max_num_seqs)."""
-    return max(16, config.effective_batch)
+    return max(16, config.rollout_batch)
 
 
 def unsloths_longest(config, shape: Shape, share: float) -> int:
@@ -220,20 +223,28 @@ def profile_bytes(shape: Shape, sequences: int) -> int:
     return 2 * PREFILL_TOKENS * (3 * shape.intermediate + 2 * shape.hidden) + 20 * sequences * shape.vocabulary + 50 * 2**20
 
 
-def graph_count(sequences: int) -> int:
-    """CUDA graphs that vLLM captures, with LoRA and without: in pieces for batches up to twice the sequences, and whole."""
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
-    return 2 * sum((size <= 2 * sequences) + (size <= sequences) for size in sizes)
+def graph_sizes(config) -> list[int]:
+    """Numbers of sequences that vLLM captures a graph for under lean_decode: a rollout thins out as its answers end."""
+    most = seats(config)
+    return [size for size in (1, 2, 4, 8, 16, *range(32, most, 32)) if size < most] + [most]
 
 
-def graph_bytes(config, shape: Shape, sequences: int) -> int:
+def graph_count(config) -> int:
+    """CUDA graphs that vLLM captures. By itself, with LoRA and without: in pieces up to twice the sequences, and whole."""
+    if config.lean_decode:
+        return len(graph_sizes(config))
+    sizes, most = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)], seats(config)
+    return 2 * sum((size <= 2 * most) + (size <= most) for size in sizes)
+
+
+def graph_bytes(config, shape: Shape) -> int:
     """Bytes of the graphs: about 120 kB for each block in each, and their pool.
 
     The pool holds 824 bytes for each unit of width and depth, and in 4-bit one block's MLP unpacked, in 16-bit cuBLAS's
     workspace.
     """
     in_4_bits = shape.in_4_bits(config.load_in_4bit)
-    launches = (148_000 if in_4_bits else 118_000) * graph_count(sequences) * shape.layers
+    launches = (148_000 if in_4_bits else 118_000) * graph_count(config) * shape.layers
     work = 2 * 3 * shape.hidden * shape.intermediate if in_4_bits else 64 * 2**20
     return launches + work + 824 * shape.hidden * shape.layers + 12 * 2**20
 
@@ -305,9 +316,9 @@ def nearest(config, shape: Shape, usable_gib: float, card_gib: float | None = No
     else:
         problems = largest_that(lambda n: fits({"eval_problems": n}), 1, min(config.eval_problems, EVALUATED_AT_ONCE) - 1)
         changes += [{"eval_problems": problems}] if problems else []
-    batch, steps = config.per_device_train_batch_size, config.gradient_accumulation_steps
-    smaller = [{"per_device_train_batch_size": batch // n, "gradient_accumulation_steps": steps * n}
-               for n in range(2, batch + 1) if batch % n == 0]  # fmt: skip
+    batch, steps, passes = config.per_device_train_batch_size, config.gradient_accumulation_steps, config.steps_per_generation
+    smaller = [{"per_device_train_batch_size": batch // n, "gradient_accumulation_steps": steps * n,
+                "steps_per_generation": passes and passes * n} for n in range(2, batch + 1) if batch % n == 0]  # fmt: skip
     changes += [change for change in smaller if fits(change)][:1]
     length = largest_that(lambda n: fits({"max_completion_length": n}), 1, config.max_completion_length - 1)
     changes += [{"max_completion_length": length}] if length else []
@@ -337,7 +348,7 @@ def room_for(config, shape: Shape, usable_gib: float, card_gib: float | None = N
     """
 
     def cache_for_all(config) -> float:
-        return math.ceil(100 * config.effective_batch * config.max_seq_length * shape.kv_bytes / GIB) / 100
+        return math.ceil(100 * config.rollout_batch * config.max_seq_length * shape.kv_bytes / GIB) / 100
 
     grows = config.fast_inference and not config.gpu_memory_utilization and cache_for_all(config) <= config.kv_cache_gib
 
@@ -352,12 +363,16 @@ def room_for(config, shape: Shape, usable_gib: float, card_gib: float | None = N
         found = largest_that(fits, low, high)
         return [with_cache(change_of(found))] if found else []
 
-    group, steps = config.num_generations, config.gradient_accumulation_steps
+    group, steps, passes = config.num_generations, config.gradient_accumulation_steps, config.steps_per_generation
     unit = group // math.gcd(group, config.per_device_train_batch_size)  # of steps, for whole groups
+    if passes:
+        rollouts = largest(lambda n: {"steps_per_generation": n * steps}, passes // steps + 1, 1024)
+    else:
+        rollouts = largest(lambda n: {"gradient_accumulation_steps": n * unit}, steps // unit + 1, 1024)
     return [
         *largest(lambda n: group_of(config, n), group + 1, 1024),
         *largest(lambda n: {"max_completion_length": n}, config.max_completion_length + 1, 2**20),
-        *largest(lambda n: {"gradient_accumulation_steps": n * unit}, steps // unit + 1, 1024),
+        *rollouts,
     ]
 
 
@@ -365,8 +380,11 @@ def group_of(config, size: int) -> dict:
     """Another group size, for as many problems in a step; a pass holds whole groups, also where it held a part of one."""
     problems = max(config.per_device_train_batch_size // config.num_generations, 1)
     change = {"num_generations": size, "per_device_train_batch_size": size * problems}
-    steps = max(config.prompts_per_step // problems, 1)
-    return change if steps == config.gradient_accumulation_steps else {**change, "gradient_accumulation_steps": steps}
+    steps = max(config.effective_batch // config.num_generations // problems, 1)
+    if steps == config.gradient_accumulation_steps:
+        return change
+    passes = config.steps_per_generation and config.steps_per_generation // config.gradient_accumulation_steps * steps
+    return {**change, "gradient_accumulation_steps": steps, "steps_per_generation": passes}
 
 
 def largest_that(fits, low: int, high: int) -> int | None:
@@ -415,7 +433,7 @@ def answer(config, shape: Shape, card: Card) -> tuple[str, bool]:
     lines = [
         f"{shape.name} ({bits}) on {card.name}: {card.vram_gib:g} GiB, {card.bandwidth_gbps:g} GB/s; "
         f"{config.effective_batch} completions a step in groups of {config.num_generations}, of up to "
-        f"{config.max_completion_length} tokens",
+        f"{config.max_completion_length} tokens, {config.rollout_batch} generated at once",
         "GiB (~ estimated; in brackets: not there at the peak, or not all of it)",
         *table(p),
         f"full fine-tuning, before cache and activations: {full:.0f} GiB",

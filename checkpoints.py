@@ -125,6 +125,12 @@ def config_of(folder: Path, default):
 def origin_of(config) -> dict:
     """The facts of the checkpoint that `config` resumes from, with `changes`; refuses a change that it cannot bear."""
     origin = read_facts(Path(config.resume_from_checkpoint))
+    if origin["step"] % config.steps_per_rollout:
+        raise Refused(
+            f"--resume-from-checkpoint {config.resume_from_checkpoint}: step {origin['step']} lies within a rollout of "
+            f"{config.steps_per_rollout} steps (--steps-per-generation, --num-iterations), whose completions are not kept; "
+            "start anew"
+        )
     return {**origin, "changes": changes(origin, dataclasses.asdict(config), digest(Path(config.task)))}
 
 
@@ -138,11 +144,6 @@ def changes(origin: dict, config: dict, task_file: str) -> list[str]:
                 f"{flag(field)} {in_one_word(config[field])}: the checkpoint is of {in_one_word(before)}; leave it away, or "
                 "start anew"
             )
-    if origin["step"] % config["num_iterations"]:
-        raise Refused(
-            f"{name} {config['resume_from_checkpoint']}: step {origin['step']} lies within a rollout of "
-            f"{config['num_iterations']} steps (--num-iterations), whose completions are not kept; start anew"
-        )
     if origin["step"] >= config["max_steps"] and ended_well(Path(origin["run_dir"])):
         done = f"{origin['step']} of {config['max_steps']} steps are done"
         raise Refused(

@@ -61,7 +61,7 @@ def check_config(config) -> None:
     if config.loss_type == "cispo" and (config.epsilon_high or 0) < 1:
         raise Refused("--loss-type cispo caps the token weight at epsilon_high itself: add --epsilon-high 5 (ScaleRL's value)")
     if not config.fast_inference:
-        for name in ("vllm_importance_sampling_correction", "gpu_memory_utilization"):
+        for name in ("vllm_importance_sampling_correction", "gpu_memory_utilization", "vllm_enable_sleep_mode"):
             if getattr(config, name):
                 raise Refused(f"{flag(name)} {getattr(config, name)}: it is about vLLM; add --fast-inference or leave it away")
     unknown = [name for name in config.target_modules if name not in PROJECTIONS]
@@ -99,9 +99,17 @@ def check_batch(config) -> None:
             f"--per-device-train-batch-size {batch} x --gradient-accumulation-steps {steps} = {batch * steps} completions "
             f"a step do not split into groups of {group} (--num-generations); nearest batch sizes: {near}"
         )
-    if config.train_problems < config.prompts_per_step:
+    passes = config.steps_per_generation
+    if passes is not None and (passes < 1 or passes % steps):
+        near = " or ".join(str(n) for n in (passes // steps * steps, (passes // steps + 1) * steps) if n > 0)
         raise Refused(
-            f"--train-problems {config.train_problems}: one step takes {config.prompts_per_step} problems: at least that many"
+            f"--steps-per-generation {passes}: a rollout feeds whole optimizer steps of {steps} passes "
+            f"(--gradient-accumulation-steps): {near}, or None for one step"
+        )
+    if config.train_problems < config.prompts_per_rollout:
+        raise Refused(
+            f"--train-problems {config.train_problems}: one rollout takes {config.prompts_per_rollout} problems: at least that "
+            "many"
         )
 
 

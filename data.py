@@ -87,8 +87,8 @@ def in_order(dataset, config):
     import torch
 
     generator = torch.Generator().manual_seed(config.seed)
-    whole = len(dataset) // config.prompts_per_step * config.prompts_per_step
-    needed = math.ceil(config.max_steps / config.num_iterations) * config.prompts_per_step
+    whole = len(dataset) // config.prompts_per_rollout * config.prompts_per_rollout
+    needed = math.ceil(config.max_steps / config.steps_per_rollout) * config.prompts_per_rollout
     order = []
     while len(order) < needed:
         order += torch.randperm(len(dataset), generator=generator)[:whole].tolist()

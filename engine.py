@@ -48,6 +48,30 @@ def hold_to(limit_gib: float, plan: budget.Plan | None) -> None:
     torch.cuda.set_per_process_memory_fraction((limit_gib - beside_torch_gib) * GIB / total)
 
 
+def environment(config) -> dict[str, str]:
+    """What Unsloth reads from the environment when it is imported: it takes sleep mode from there, and then vLLM's share
+    from the card, unless told to keep the one that it is given."""
+    if not config.vllm_enable_sleep_mode:
+        return {}
+    return {"UNSLOTH_VLLM_STANDBY": "1", "UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE": "1"}
+
+
+@contextlib.contextmanager
+def set_up(config, plan: budget.Plan | None, gpu: Gpu):
+    """While vLLM loads, what is changed in it for this run; gives the arguments that have Unsloth load it."""
+    import torch
+
+    arguments = vllm_arguments(config, plan, gpu, free_gib=torch.cuda.mem_get_info()[0] / GIB)
+    if not config.lean_decode:
+        yield arguments
+        return
+    import decode
+
+    decode.join_4bit_layers()
+    with decode.graphs_of(budget.graph_sizes(config)):
+        yield arguments
+
+
 def vllm_arguments(config, plan: budget.Plan | None, gpu: Gpu, free_gib: float) -> dict:
     """What turns Unsloth's loader into a loader with vLLM: its share of the card, and how many sequences it decodes.
 
@@ -79,7 +103,7 @@ def bounded_start(console, run, seconds: float):
         yield
 
 
-def check_engine(engine, config) -> None:
+def check(engine, config) -> None:
     """Refuse an engine that Unsloth has cut to shorter sequences, with a print only, since it saw too little room."""
     length = engine.llm_engine.vllm_config.model_config.max_model_len
     if length < config.max_seq_length:

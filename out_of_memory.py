@@ -225,7 +225,7 @@ def order(config, phase: str, on_card: bool) -> str:
 
 def knobs(config, names: str, memory: Memory | None, on_card: bool = True) -> list[dict]:
     """At most three changes of the config, best first, each to be tried by itself; a larger limit, where one is set, last."""
-    batch, steps = config.per_device_train_batch_size, config.gradient_accumulation_steps
+    batch, steps, passes = config.per_device_train_batch_size, config.gradient_accumulation_steps, config.steps_per_generation
     part = next((n for n in range(2, batch + 1) if batch % n == 0), 1)
     vllm, limit = on_card and config.fast_inference, config.vram_limit_gib
     about_vllm = {"gpu_memory_utilization": None, "vllm_importance_sampling_correction": False}
@@ -235,7 +235,12 @@ def knobs(config, names: str, memory: Memory | None, on_card: bool = True) -> li
         "four_bit": on_card and not config.load_in_4bit and {"load_in_4bit": True},
         "model": config.model != EMBEDDED and {"model": None},
         "checkpointing": not config.gradient_checkpointing and {"gradient_checkpointing": True},
-        "batch": part > 1 and {"per_device_train_batch_size": batch // part, "gradient_accumulation_steps": steps * part},
+        "batch": part > 1
+        and {
+            "per_device_train_batch_size": batch // part,
+            "gradient_accumulation_steps": steps * part,
+            **({"steps_per_generation": passes * part} if passes else {}),
+        },
         "shorter": config.max_completion_length > 1 and {"max_completion_length": config.max_completion_length // 2},
         "answers": fewer_answers(config),
         "problems": config.eval_problems > 1 and {"eval_problems": min(config.eval_problems, 64) // 2},  # 64 at a time
@@ -259,12 +264,16 @@ def smaller_cache(config, memory: Memory | None) -> dict | None:
 
 
 def fewer_answers(config) -> dict | None:
-    """Half as many completions at once: to half the problems, or to one problem in a group half as large."""
-    group, problems = config.num_generations, config.prompts_per_step
+    """Half as many completions at once: half the passes of a rollout, half the problems, or a group half as large."""
+    steps, passes = config.gradient_accumulation_steps, config.steps_per_generation
+    if passes and passes > steps:
+        return {"steps_per_generation": max(passes // 2 // steps, 1) * steps}
+    group, problems = config.num_generations, config.effective_batch // config.num_generations
     group, problems = (group, problems // 2) if problems > 1 else (max(group // 2, 2), 1)
     count = group * problems
     batch = next(n for n in range(min(config.per_device_train_batch_size, count), 0, -1) if count % n == 0)
     change = {"num_generations": group, "per_device_train_batch_size": batch, "gradient_accumulation_steps": count // batch}
+    change |= {"steps_per_generation": passes and count // batch}
     return {name: value for name, value in change.items() if value != getattr(config, name)} or None
 
 

@@ -6,6 +6,7 @@ The parts are methods of TRL's trainer, which has no public place to measure the
 import functools
 import time
 
+import psutil
 import torch
 
 from checks import one_line
@@ -47,6 +48,8 @@ class Phases:
 
     def __init__(self, on_gpu: bool, say):
         self.on_gpu, self.say, self.off = on_gpu, say, False
+        self.imports = time.time() - psutil.Process().create_time()  # seconds from the start of the process to here
+        self.made = time.perf_counter()
         self.open = []  # the parts under way, the innermost last
         self.seconds = {}
         self.peaks = {}

@@ -4,6 +4,7 @@ They are read at half size and without colours: every curve has a marker and a l
 """
 
 import math
+import statistics
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -181,6 +182,59 @@ def step_time(data: list[dict]) -> Figure:
     if key:
         figure.legend(handles=key, loc="outside right center", fontsize=TEXT, frameon=False, handlelength=1.6, handleheight=1.6,
                       title=f"share, step {span(counted)}", title_fontsize=TEXT, alignment="left")  # fmt: skip
+    return figure
+
+
+def scale(data: dict) -> Figure:
+    """Seconds of a step against group size G, answer length C and groups a rollout R, with the roofline's, from `rows`."""
+    rows = data["rows"]
+    figure = Figure(figsize=(11, 4), dpi=110, layout="constrained")
+    panels = figure.subplots(1, 3, sharey=True)
+    titles = {"G": "answers to a problem (G)", "C": "tokens of an answer (C)", "R": "groups in a rollout (R)"}
+    base = {key: statistics.mode(row[key] for row in rows) for key in titles}
+    for axes, (key, title) in zip(panels, titles.items()):
+        others = [name for name in titles if name != key]
+        line = sorted((row for row in rows if all(row[name] == base[name] for name in others)), key=lambda row: row[key])
+        at = [row[key] for row in line]
+        whole = [row["roofline_decoding"] + row["roofline_training"] for row in line]
+        for values, text, (colour, marker, style) in zip(
+            ([row["seconds"] for row in line], [row["generation"] for row in line],
+             [row["log_probs"] + row["forward_backward"] for row in line], whole),
+            ("a step", "generation", "log-probs and training pass", "roofline of a step"),
+            CURVES,
+        ):  # fmt: skip
+            axes.loglog(at, values, linestyle=style, marker=marker, color=colour, linewidth=2, markersize=7, label=text)
+        axes.set_xticks(at, [str(value) for value in at])
+        axes.minorticks_off()
+        axes.set_xlabel(title, fontsize=TEXT)
+        axes.tick_params(labelsize=TEXT - 1)
+        axes.grid(color=LIGHT, alpha=0.4)
+    panels[0].set_ylabel("seconds a step", fontsize=TEXT)
+    panels[0].yaxis.set_major_formatter("{x:g}")
+    legend_above(figure, panels[0].get_lines())
+    return figure
+
+
+def learning(data: dict) -> Figure:
+    """Held-out accuracy over trained completions and over seconds of training: `curves` of single seeds, and their means.
+
+    A curve has `groups` (in a rollout) and `points`, each a list of step, completions, seconds and accuracy.
+    """
+    figure = Figure(figsize=(11, 4), dpi=110, layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    kinds = sorted({curve["groups"] for curve in data["curves"]})
+    for axes, column, title in zip(panels, (1, 2), ("trained completions", "seconds of training, evaluations left out")):
+        for groups, (colour, marker, style) in zip(kinds, CURVES):
+            lines = [curve["points"] for curve in data["curves"] if curve["groups"] == groups]
+            for points in lines:
+                axes.plot([p[column] for p in points], [p[3] for p in points], marker, color=colour, alpha=0.4, markersize=5)
+            means = [[statistics.mean(p[i] for p in together) for i in (column, 3)] for together in zip(*lines)]
+            axes.plot(*zip(*means), linestyle=style, marker=marker, color=colour, linewidth=2.5, label=f"{groups} a rollout")
+        axes.set_xlabel(title, fontsize=TEXT)
+        axes.tick_params(labelsize=TEXT - 1)
+        axes.grid(color=LIGHT, alpha=0.4)
+    panels[0].set_ylabel("held-out accuracy", fontsize=TEXT)
+    legend_above(figure, panels[0].get_legend_handles_labels()[0])
     return figure
 
 

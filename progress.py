@@ -34,7 +34,7 @@ class Progress(TrainerCallback):
         self.stop, self.facts, self.evaluation, self.can_think = stop, facts, evaluation, can_think
         self.phases, self.meter, self.pace = phases, meter, pace
         self.memory = []  # rows of the memory table, once training is over
-        self.tokens_seen = self.tokens_in_step = 0
+        self.tokens_seen = self.tokens_in_step = self.generated = 0  # generated: in the last rollout
         self.reward_names = [reward.__name__ for reward in task.REWARDS]
         self.examples = task.EXAMPLES
         self.best_reward = max(sum(example["rewards"]) for example in task.EXAMPLES)
@@ -73,12 +73,16 @@ class Progress(TrainerCallback):
         step, config = state.global_step, self.config
         self.seconds.append(time.perf_counter() - self.start)
         self.parts = self.phases.end_step()
+        if len(self.seconds) == 1:
+            start = {"imports": self.phases.imports, "to_first_step": time.perf_counter() - self.phases.made}
+            self.record.metrics({f"start_seconds/{part}": seconds for part, seconds in start.items()})
         if self.stop.asked is None and config.eval_steps and step % config.eval_steps == 0 and step < config.max_steps:
             self.evaluation.during(step)
             self.console.doing = f"training, step {step}"
         # a checkpoint lies between two rollouts, since the completions in use are not part of it
-        between = step % config.num_iterations == 0 or step >= config.max_steps
-        due = step // config.save_steps > (step - config.num_iterations) // config.save_steps or step >= config.max_steps
+        rollout = config.steps_per_rollout
+        between = step % rollout == 0 or step >= config.max_steps
+        due = step // config.save_steps > (step - rollout) // config.save_steps or step >= config.max_steps
         control.should_training_stop |= self.stop.asked is not None and between
         control.should_save = between and (due or self.stop.asked is not None)
 
@@ -107,34 +111,46 @@ class Progress(TrainerCallback):
         """Seconds of the step by part, tokens a second, and what share that is of what the card's bandwidth allows."""
         found = {f"seconds/{part}": seconds for part, seconds in self.parts.items()}
         generating, training = self.parts["generation"], self.parts["forward_backward"]
-        if "completions/mean_length" in logs:  # steps that use completions again generate none
-            self.tokens_in_step, self.tokens_seen = logs["num_tokens"] - self.tokens_seen, logs["num_tokens"]
-            generated = logs["completions/mean_length"] * self.config.effective_batch
+        batch = self.config.rollout_batch
+        if "completions/mean_length" in logs:  # the later steps of a rollout generate none
+            tokens, self.tokens_seen = logs["num_tokens"] - self.tokens_seen, logs["num_tokens"]
+            self.generated = logs["completions/mean_length"] * batch
+            self.tokens_in_step = tokens * self.config.effective_batch / batch
             if generating:
-                found["tokens_per_second/generated"] = generated / generating
-            if self.pace and generated and generating:
-                context = (self.tokens_in_step - generated / 2) / self.config.effective_batch
-                allowed = self.pace(self.config.effective_batch, context)
+                found["tokens_per_second/generated"] = self.generated / generating
+            if self.pace and self.generated and generating:
+                allowed = self.pace(batch, (tokens - self.generated / 2) / batch)
                 found["roofline_share"] = found["tokens_per_second/generated"] / allowed
         if training:
             found["tokens_per_second/trained"] = self.tokens_in_step / training
-        return found
+        return found | {"tokens_per_second/overall": self.generated / self.config.steps_per_rollout / self.seconds_a_step()}
+
+    def seconds_a_step(self) -> float:
+        """The mean of the last whole rollout's steps, or of those so far: its first one generates for all of them."""
+        return statistics.mean(self.seconds[-self.config.steps_per_rollout :])
+
+    def eta(self, left: int) -> int:
+        """Seconds for so many steps; the first rollout compiles and warms up, so it says little about those to come."""
+        each = self.config.steps_per_rollout
+        rollouts = [statistics.mean(self.seconds[i : i + each]) for i in range(0, len(self.seconds) - each + 1, each)]
+        return round(left * statistics.median(rollouts[1:] or rollouts or [self.seconds_a_step()]))
 
     def line(self, step: int, logs: dict) -> str:
-        """Reward, its parts, KL where there is one, generated tokens a second over the whole step, seconds, memory."""
+        """Reward, its parts, KL and clipped share where there is one, generated tokens a second over whole steps, memory."""
         seconds, last = self.seconds[-1], self.config.max_steps
         parts = [f"step {step:{len(str(last))}}/{last}"]
         if "reward" in logs:
             parts.append(f"reward {number(logs['reward'])}")
             parts += [f"{name.removesuffix('_reward')} {number(logs[f'rewards/{name}/mean'])}" for name in self.reward_names]
-        else:  # with num_iterations above 1, the steps between two generations
-            parts.append("same completions once more")
+        else:
+            parts.append(f"{(step - 1) % self.config.steps_per_rollout + 1} of {self.config.steps_per_rollout} of its rollout")
         if "kl" in logs and self.config.beta:
             parts.append(f"kl {logs['kl']:.4f}")
-        tokens = logs.get("completions/mean_length", 0) * self.config.effective_batch
-        # the first step compiles and warms up: it says little about the ones to come
-        left = round(statistics.median(self.seconds[1:] or self.seconds) * (last - step))
-        parts += [f"{tokens / seconds:.0f} tok/s", f"{seconds:.1f} s", f"{memory_gib(self.peak):.1f} GiB"]
+        if self.config.steps_per_rollout > 1 and "clip_ratio/region_mean" in logs:
+            parts.append(f"clipped {logs['clip_ratio/region_mean']:.4f}")
+        left = self.eta(last - step)
+        speed = logs["tokens_per_second/overall"]
+        parts += [f"{speed:.0f} tok/s", f"{seconds:.1f} s", f"{memory_gib(self.peak):.1f} GiB"]
         return "  ".join([*parts, f"eta {left // 60}:{left % 60:02d}"])
 
     def look_back(self, state) -> None:

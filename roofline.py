@@ -10,7 +10,8 @@ def token_step_bytes(config, shape: Shape, sequences: int, context: float) -> fl
     """Bytes that one decode step reads for so many sequences with `context` tokens each: all weights once, head included,
     the adapter, and each sequence's cache."""
     embedding = 2 * shape.head_parameters * (1 if shape.tied else 2)  # read as the head once; an untied one is looked up in
-    weights = weights_of(shape, config.load_in_4bit)[0] - embedding + 2 * shape.head_parameters
+    plain_scales = config.fast_inference and config.lean_decode
+    weights = weights_of(shape, config.load_in_4bit, plain_scales)[0] - embedding + 2 * shape.head_parameters
     return weights + 2 * shape.lora_parameters(config.lora_r, config.target_modules) + sequences * context * shape.kv_bytes
 
 
@@ -39,7 +40,7 @@ def training_flops(config, shape: Shape) -> float:
     again = config.gradient_checkpointing
     dense = 2 * tokens * shape.linear_parameters * (2 + again) + 2 * scored * shape.head_parameters * 3
     adapter = tokens * shape.lora_parameters(config.lora_r, config.target_modules) * (2 * (2 + again) + 2)
-    scorings = (config.beta > 0) + (config.num_iterations > 1 or config.vllm_importance_sampling_correction)
+    scorings = (config.beta > 0) + (config.steps_per_rollout > 1 or config.vllm_importance_sampling_correction)
     scoring = 2 * tokens * shape.linear_parameters + 2 * scored * shape.head_parameters + attention
     return dense + adapter + attention * (3 + again) + scorings * scoring / config.num_iterations
 
@@ -47,11 +48,11 @@ def training_flops(config, shape: Shape) -> float:
 def step_floor(config, shape: Shape, card: Card, kv_tokens: int) -> tuple[float, float | None]:
     """Seconds of one step's decoding and of its training passes at the card's limits; None where its rate is not known.
 
-    For answers of full length, as many at once as the cache takes; a rollout serves num_iterations steps.
+    For answers of full length, as many at once as the cache takes; a rollout serves steps_per_rollout steps.
     """
     length = config.max_prompt_length + config.max_completion_length / 2
-    read = config.effective_batch * config.max_completion_length * length  # token positions, over all token steps
+    read = config.rollout_batch * config.max_completion_length * length  # token positions, over all token steps
     steps = max(config.max_completion_length, read / max(kv_tokens, 1))
     size = steps * token_step_bytes(config, shape, 0, 0) + read * shape.kv_bytes
     training = training_flops(config, shape) / (card.bf16_tflops * 1e12) if card.bf16_tflops else None
-    return size / (card.bandwidth_gbps * 1e9) / config.num_iterations, training
+    return size / (card.bandwidth_gbps * 1e9) / config.steps_per_rollout, training

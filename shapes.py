@@ -210,15 +210,19 @@ def positive(config: dict, name: str, path: Path) -> int:
     return value
 
 
-def weights_of(shape: Shape, load_in_4bit: bool) -> tuple[int, str]:
-    """Bytes of the base weights on the card, and in words what they are made of."""
+def weights_of(shape: Shape, load_in_4bit: bool, plain_scales: bool = False) -> tuple[int, str]:
+    """Bytes of the base weights on the card, and in words what they are made of.
+
+    With plain scales, those of 4-bit weights are in 32 bits, also where the checkpoint has nested ones (decode.py).
+    """
     if shape.quantized == "fp8":  # a 32-bit scale for each block of 128 x 128
         quantized, each, what = shape.linear_parameters, 1 + 4 / 128**2, "8 bits with block scales"
     elif shape.in_4_bits(load_in_4bit):
         # NF4: a scale for each 64 weights, in 32 bits, or in 8 with a 32-bit one for each 256 of those (double quantization)
         quantized = shape.linear_parameters - shape.kept_parameters()
-        each = 1 / 2 + (1 / 64 + 4 / (64 * 256) if shape.nested else 4 / 64)
-        what = "4 bits with nested scales" if shape.nested else "4 bits with scales"
+        nested = shape.nested and not plain_scales
+        each = 1 / 2 + (1 / 64 + 4 / (64 * 256) if nested else 4 / 64)
+        what = "4 bits with nested scales" if nested else "4 bits with scales"
     else:
         return 2 * shape.parameters, f"{shape.parameters / 1e9:.2f} B parameters in 16 bits"
     rest = shape.parameters - quantized

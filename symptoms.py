@@ -1,13 +1,16 @@
 """What is wrong when learning stalls, read off the logs of the steps: each symptom with its cause and a knob.
 
-A rollout is a step that generated: with num_iterations above 1, the steps that use its completions again log no reward and
-no lengths. One rollout may hold a single group, so every rule looks at the last WINDOW rollouts, and needs that many.
+A rollout is a step that generated: where it feeds several steps (steps_per_generation, num_iterations), the later ones log no
+reward and no lengths. One rollout may hold a single group, so every rule looks at as many of the last as hold GROUPS groups,
+at least three, and needs that many.
 A loss near 0 is no symptom: advantages sum up to 0, so in GRPO it says nothing.
 """
 
+import math
+
 from checks import is_finite
 
-WINDOW = 10  # rollouts
+GROUPS = 10
 
 
 def find(history: list[dict], config, best_reward: float | None, can_think: bool) -> dict[str, str]:
@@ -28,9 +31,9 @@ def find(history: list[dict], config, best_reward: float | None, can_think: bool
 
 def clipped(history, config, can_think) -> str | None:
     """At least 90 % of the completions reach max_completion_length (tokens), so that hardly an answer comes to its end."""
-    last = with_values(history, "completions/clipped_ratio")[-WINDOW:]
+    last = with_values(history, "completions/clipped_ratio")[-window(config) :]
     share = mean(last, "completions/clipped_ratio")
-    if len(last) < WINDOW or share < 0.9:
+    if len(last) < window(config) or share < 0.9:
         return None
     limit = config.max_completion_length
     cause = "the limit is too short, or no answer ever ends;"
@@ -45,13 +48,13 @@ def no_spread(history, config, best_reward) -> str | None:
 
     With one group a rollout, that is ten groups of ten. Rewards that are all zero are all_zero's.
     """
-    last = with_values(history, "reward", "frac_reward_zero_std")[-WINDOW:]
+    last = with_values(history, "reward", "frac_reward_zero_std")[-window(config) :]
     share = mean(last, "frac_reward_zero_std")
     right = sum(all_right(log, best_reward) for log in last)
-    if len(last) < WINDOW or share < 0.95 or 2 * right > WINDOW or all(map(pays_nothing, last)):
+    if len(last) < window(config) or share < 0.95 or 2 * right > len(last) or all(map(pays_nothing, last)):
         return None
     top, cause = ("", "too hard or too easy") if best_reward is None else (f" of {best_reward:g}", "too hard")
-    seen = f"{100 * share:.0f} % of the last {WINDOW * config.prompts_per_step} groups earn the same with all"
+    seen = f"{100 * share:.0f} % of the last {window(config) * config.prompts_per_rollout} groups earn the same with all"
     return (
         f"{seen} {config.num_generations} answers (reward {mean(last, 'reward'):.3g}{top}), so nothing is learned: "
         f"--temperature {config.temperature:g} is too low (try {max(1, config.temperature + 0.2):g}), or the task is {cause}"
@@ -60,8 +63,8 @@ def no_spread(history, config, best_reward) -> str | None:
 
 def all_zero(history, config, best_reward) -> str | None:
     """Every reward of every completion is 0, in a task where 0 is not the best there is."""
-    last = with_values(history, "reward")[-WINDOW:]
-    if len(last) < WINDOW or not all(map(pays_nothing, last)) or (best_reward is not None and best_reward <= 0):
+    last = with_values(history, "reward")[-window(config) :]
+    if len(last) < window(config) or not all(map(pays_nothing, last)) or (best_reward is not None and best_reward <= 0):
         return None
     return (
         f"every reward of the last {completions(config)} completions is 0: nothing that pays is ever said, or its tag never "
@@ -70,15 +73,16 @@ def all_zero(history, config, best_reward) -> str | None:
 
 
 def running_away(history, config) -> str | None:
-    """Mean length (tokens) is 3 times that of the first rollouts and 32 more, and 5 % above the WINDOW before: it grows.
+    """Mean length (tokens) is 3 times that of the first rollouts and 32 more, and 5 % above the window before: it grows.
 
     Needs two windows, so that the first and the last share no rollout.
     """
     key = "completions/mean_length"
     known = with_values(history, key)
-    if len(known) < 2 * WINDOW:
+    size = window(config)
+    if len(known) < 2 * size:
         return None
-    first, before, now = (mean(part, key) for part in (known[:WINDOW], known[-2 * WINDOW : -WINDOW], known[-WINDOW:]))
+    first, before, now = (mean(part, key) for part in (known[:size], known[-2 * size : -size], known[-size:]))
     if now < 3 * first or now < first + 32 or now < 1.05 * before:
         return None
     loss_type = "" if config.loss_type == "dr_grpo" else ", --loss-type dr_grpo"
@@ -98,9 +102,14 @@ def mean(logs, key) -> float:
     return sum(float(log[key]) for log in logs) / max(len(logs), 1)
 
 
+def window(config) -> int:
+    """Rollouts that a rule looks at."""
+    return max(3, math.ceil(GROUPS / config.prompts_per_rollout))
+
+
 def completions(config) -> int:
     """Completions in one window."""
-    return WINDOW * config.effective_batch
+    return window(config) * config.rollout_batch
 
 
 def pays_nothing(log) -> bool:

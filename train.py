@@ -24,13 +24,13 @@ import budget
 import checkpoints
 import checks
 import command_line
+import engine
 import models
 import out_of_memory
 import record
 import roofline
 from console import Console, open_closed_streams
 from data import build_dataset, can_think, drop_long_prompts, in_order
-from engine import bounded_start, check_engine, hold_to, leave_process_group, memory_plan, vllm_arguments
 from gpu import PeakMemory, find_gpu
 from stopping import Stop, Stopped
 
@@ -49,7 +49,7 @@ ENVIRONMENT = {
 class Config:
     """GRPO with a LoRA. Names are TRL's own; the values below are the preset's, and a flag given by hand wins."""
 
-    preset: Literal["qwen3-4b", "smollm2"] = "qwen3-4b"
+    preset: Literal["qwen3-4b", "chapter", "smollm2"] = "qwen3-4b"
     """Which set of values to start from; without it, qwen3-4b where a CUDA GPU is visible, else smollm2."""
 
     # the task
@@ -97,8 +97,13 @@ class Config:
     """Nucleus sampling; 1 turns it off."""
     top_k: int = 0
     """Sample among the k likeliest tokens; 0 turns it off."""
-    kv_cache_gib: float = 2.5
+    kv_cache_gib: float = 7.5
     """GiB for vLLM's KV cache; its share of the card is worked out from this, the weights and the graphs."""
+    vllm_enable_sleep_mode: bool = False
+    """vLLM gives its KV cache back while nothing is generated, so that a training pass can have the memory."""
+    lean_decode: bool = True
+    """Set vLLM up for this run alone (decode.py): each 4-bit layer as one matrix with plain scales, graphs for the batches
+    that occur. Off: as Unsloth does."""
     gpu_memory_utilization: float | None = None
     """vLLM's share of the card (of --vram-limit-gib, where given) instead of the one that follows from kv_cache_gib."""
     vllm_start_timeout: float = 600
@@ -115,6 +120,9 @@ class Config:
     """Completions in one forward and backward pass."""
     gradient_accumulation_steps: int = 1
     """Passes to one optimizer step; times the batch size, a multiple of num_generations."""
+    steps_per_generation: int | None = 8
+    """Passes that one rollout feeds: their answers decode together, but later steps meet a policy that has moved on
+    (clip_ratio and kl say how far). A multiple of gradient_accumulation_steps. None: each step has its own rollout."""
     num_iterations: int = 1
     """Optimizer steps on each batch of completions (mu in the paper)."""
     beta: float = 0.02
@@ -147,7 +155,7 @@ class Config:
     """Pulls the adapter's matrices to 0, so the model to its base."""
     max_grad_norm: float = 1.0
     """Gradients are clipped to this norm; the norm in the record is the one before."""
-    max_steps: int = 100
+    max_steps: int = 104
     """Optimizer steps."""
     seed: int = 0
     """Of the data, the adapter's start, the order and the sampling."""
@@ -179,9 +187,19 @@ class Config:
         return self.per_device_train_batch_size * self.gradient_accumulation_steps
 
     @property
-    def prompts_per_step(self) -> int:
-        """Different problems in one optimizer step."""
-        return self.effective_batch // self.num_generations
+    def rollout_batch(self) -> int:
+        """Completions that are generated at once."""
+        return self.per_device_train_batch_size * (self.steps_per_generation or self.gradient_accumulation_steps)
+
+    @property
+    def prompts_per_rollout(self) -> int:
+        """Different problems in one rollout."""
+        return self.rollout_batch // self.num_generations
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps from one rollout to the next."""
+        return self.rollout_batch // self.effective_batch * self.num_iterations
 
     @property
     def chat_template_kwargs(self) -> dict:
@@ -190,8 +208,16 @@ class Config:
 
 
 PRESETS = {
-    # a GRPO run on a 16 GB card, as the chapter sets it up
+    # a GRPO run on a 16 GB card, eight groups to a rollout
     "qwen3-4b": Config(),
+    # the same as the chapter has it: a rollout for each step, vLLM as Unsloth sets it up
+    "chapter": Config(
+        preset="chapter",
+        steps_per_generation=None,
+        kv_cache_gib=2.5,
+        lean_decode=False,
+        max_steps=100,
+    ),
     # the same run for two CPU cores: a prompt and an answer of a few tokens, numbers that a 135 M model can add
     "smollm2": Config(
         preset="smollm2",
@@ -205,6 +231,7 @@ PRESETS = {
         max_prompt_length=128,
         max_completion_length=20,
         kv_cache_gib=1.0,
+        steps_per_generation=None,
         beta=0.0,
         learning_rate=3e-4,
         lr_scheduler_type="constant_with_warmup",
@@ -228,7 +255,7 @@ def main(arguments: list[str] | None = None) -> None:
     checks.check_machine(config, gpu)
     checks.check_output_dir(Path(config.output_dir))
     models.check_model(config.model, config.load_in_4bit)
-    if gpu and (plan := memory_plan(config, gpu, config.model, gpu.free_gib())[1]):
+    if gpu and (plan := engine.memory_plan(config, gpu, config.model, gpu.free_gib())[1]):
         print("\n".join(budget.table(plan)), flush=True)
     origin = checkpoints.origin_of(config) if config.resume_from_checkpoint else None
 
@@ -273,7 +300,7 @@ def main(arguments: list[str] | None = None) -> None:
                 missing = run.end(status, console.say, stop)
             if peak:
                 peak.stop()
-            leave_process_group()
+            engine.leave_process_group()
         if status != "FINISHED":
             console.say(checkpoints.how_to_go_on(config, run_dir, PROJECT, origin))
         console.say(f"curves: {record.how_to_open(store, PROJECT)}, experiment {config.experiment}, run {run.run_id}")
@@ -295,12 +322,14 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     console.doing = "loading the libraries"
     if gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu.cuda_name  # one process, one card
-    from unsloth import FastLanguageModel  # isort: skip
+        os.environ.update(engine.environment(config))
+    import unsloth  # noqa: F401, isort: skip
 
     import torch
     from transformers import AutoTokenizer, set_seed
     from trl import GRPOConfig, GRPOTrainer
 
+    import scoring
     from held_out import HeldOut
     from phases import Phases
     from progress import Progress
@@ -315,44 +344,23 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     name = models.resolve_model(config.model, config.load_in_4bit, gpu)
     tokenizer = AutoTokenizer.from_pretrained(name)
     drawn = len(train_set)
-    train_set = drop_long_prompts(train_set, tokenizer, config, "training", config.prompts_per_step, console)
+    train_set = drop_long_prompts(train_set, tokenizer, config, "training", config.prompts_per_rollout, console)
     if held_out:
         held_out = drop_long_prompts(held_out, tokenizer, config, "held-out", 1, console)
     run.training_data(train_set, drawn - len(train_set), config.task)
 
     # model: the frozen base, with vLLM beside it where wanted, and a LoRA on its seven projections
-    shape, plan = memory_plan(config, gpu, name, peak.free_gib) if gpu else (None, None)  # of the very copy that loads
+    shape, plan = engine.memory_plan(config, gpu, name, peak.free_gib) if gpu else (None, None)  # of the very copy that loads
     run.plan(plan)
     phases = Phases(gpu is not None, console.say)
     meter = Meter(gpu, peak, phases, plan, console.say)
-    vllm = {}
-    if gpu and config.vram_limit_gib:
-        hold_to(config.vram_limit_gib, plan)
     if config.fast_inference:
-        vllm = vllm_arguments(config, plan, gpu, free_gib=torch.cuda.mem_get_info()[0] / 2**30)
         meter.watch_engine()
-    with bounded_start(console, run, config.vllm_start_timeout) if vllm else contextlib.nullcontext():
-        model, tokenizer = FastLanguageModel.from_pretrained(
-            model_name=name,
-            max_seq_length=config.max_seq_length,
-            load_in_4bit=config.load_in_4bit,
-            dtype=torch.bfloat16 if gpu else torch.float32,
-            **vllm,
-        )
+    with engine.bounded_start(console, run, config.vllm_start_timeout) if config.fast_inference else contextlib.nullcontext():
+        model, tokenizer = load_model(config, gpu, name, plan)
     meter.at("model")
-    if vllm:
-        check_engine(model.vllm_engine, config)
     stop.raise_if_asked()
-    model = FastLanguageModel.get_peft_model(
-        model,
-        r=config.lora_r,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=0.0,
-        bias="none",
-        target_modules=list(config.target_modules),
-        use_gradient_checkpointing="unsloth" if config.gradient_checkpointing else False,
-        random_state=config.seed,
-    )
+    model = attach_lora(config, model)
     run.loaded(model)
     meter.loaded(model)
 
@@ -369,6 +377,8 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
         train_dataset=in_order(train_set, config),
         callbacks=[progress],
     )
+    if gpu:
+        scoring.in_training_batches(trainer)
     phases.attach(trainer)
     run.trainer_arguments(trainer.args)
     run.figures = progress.figures(trainer)
@@ -400,59 +410,75 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     console.say(run.memory(peak, phases))
 
 
+def load_model(config: Config, gpu, name: str, plan):
+    """The frozen base and its tokenizer, with vLLM in this process where wanted, and no more of the card than is allowed."""
+    import torch
+    from unsloth import FastLanguageModel
+
+    if gpu and config.vram_limit_gib:
+        engine.hold_to(config.vram_limit_gib, plan)
+    with engine.set_up(config, plan, gpu) if config.fast_inference else contextlib.nullcontext({}) as vllm:
+        model, tokenizer = FastLanguageModel.from_pretrained(
+            model_name=name,
+            max_seq_length=config.max_seq_length,
+            load_in_4bit=config.load_in_4bit,
+            dtype=torch.bfloat16 if gpu else torch.float32,
+            **vllm,
+        )
+    if vllm:
+        engine.check(model.vllm_engine, config)
+    return model, tokenizer
+
+
+def attach_lora(config: Config, model):
+    """The model with its trainable part, which begins as no change at all: B is 0."""
+    from unsloth import FastLanguageModel
+
+    return FastLanguageModel.get_peft_model(
+        model,
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=0.0,
+        bias="none",
+        target_modules=list(config.target_modules),
+        use_gradient_checkpointing="unsloth" if config.gradient_checkpointing else False,
+        random_state=config.seed,
+    )
+
+
 def grpo_arguments(config: Config, run_dir: Path, on_gpu: bool) -> dict:
     """TRL's arguments, every one that matters: Unsloth's defaults differ from TRL's, and on a GPU from those on a CPU.
 
     On a GPU Unsloth packs the completions of a batch into one pass. Where that is too much it goes back to mini batches, a
     number of passes, which by itself follows from the whole card's free memory: here there is one completion in each.
     """
+    same = """
+        run_name num_generations per_device_train_batch_size gradient_accumulation_steps max_completion_length temperature top_p
+        top_k chat_template_kwargs num_iterations beta epsilon loss_type scale_rewards importance_sampling_level
+        mask_truncated_completions vllm_importance_sampling_correction learning_rate lr_scheduler_type warmup_steps optim
+        weight_decay max_grad_norm max_steps gradient_checkpointing seed save_steps
+    """
     return dict(
+        {name: getattr(config, name) for name in same.split()},
         output_dir=str(run_dir),
-        run_name=config.run_name,
         report_to="none",
-        num_generations=config.num_generations,
-        per_device_train_batch_size=config.per_device_train_batch_size,
-        gradient_accumulation_steps=config.gradient_accumulation_steps,
-        steps_per_generation=config.gradient_accumulation_steps,
-        max_completion_length=config.max_completion_length,
-        temperature=config.temperature,
-        top_p=config.top_p,
-        top_k=config.top_k,
+        steps_per_generation=config.steps_per_generation or config.gradient_accumulation_steps,
         min_p=None,
         repetition_penalty=1.0,
-        chat_template_kwargs=config.chat_template_kwargs,
-        num_iterations=config.num_iterations,
-        beta=config.beta,
-        epsilon=config.epsilon,
         epsilon_high=config.epsilon if config.epsilon_high is None else config.epsilon_high,
-        loss_type=config.loss_type,
-        scale_rewards=config.scale_rewards,
-        importance_sampling_level=config.importance_sampling_level,
-        mask_truncated_completions=config.mask_truncated_completions,
-        vllm_importance_sampling_correction=config.vllm_importance_sampling_correction,
-        learning_rate=config.learning_rate,
-        lr_scheduler_type=config.lr_scheduler_type,
-        warmup_steps=config.warmup_steps,
-        optim=config.optim,
-        weight_decay=config.weight_decay,
         adam_beta1=0.9,
         adam_beta2=0.999,
         adam_epsilon=1e-8,
-        max_grad_norm=config.max_grad_norm,
-        max_steps=config.max_steps,
         bf16=on_gpu,
         fp16=False,
-        gradient_checkpointing=config.gradient_checkpointing,
-        seed=config.seed,
         data_seed=config.seed,
         shuffle_dataset=False,
         torch_empty_cache_steps=None,
         logging_steps=1,
-        save_steps=config.save_steps,
         log_completions=True,
         num_completions_to_print=1,
         disable_tqdm=True,
-        **({"unsloth_grpo_mini_batch": config.effective_batch} if on_gpu else {}),
+        **({"unsloth_grpo_mini_batch": config.per_device_train_batch_size} if on_gpu else {}),
     )
 
 

@@ -1,0 +1,349 @@
+"""How fast is it, and what does it cost in learning? Each command prints a table with card, driver and date.
+
+    uv run python benchmark.py compare "--preset chapter" "--preset qwen3-4b" -- --vram-limit-gib 15
+    uv run python benchmark.py scale --vram-limit-gib 15                     step time over G, C and groups a rollout
+    uv run python benchmark.py learn --preset smollm2 --max-operand 60       held-out accuracy, three paired seeds
+
+compare starts train.py anew for each set of flags, one after the other, as often as --starts says, and reports the last start:
+by then compiled kernels are on disk. scale and learn load one model and run TRL's trainer on it again and again, each time
+with a new adapter. Flags after the command, or after --, are train.py's. Figures land in OUT (benchmarks/), also as JSON.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import cards
+import checks
+import command_line
+import engine
+import pictures
+import roofline
+import train
+from data import build_dataset, in_order
+from gpu import PeakMemory, find_gpu
+
+T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36, 10: 2.26}  # Student's t for a mean of so many, 95 %
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="benchmark.py", description=__doc__.partition("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("compare", "scale", "learn"):
+        command = commands.add_parser(name)
+        command.add_argument("--out", default="benchmarks", help="folder for tables, pictures and JSON")
+        if name == "compare":
+            command.add_argument("runs", nargs="+", metavar="FLAGS", help="flags of one run, as one argument")
+            command.add_argument("--starts", type=int, default=2, help="starts of each; the last one counts")
+            command.add_argument("--rollouts", type=int, default=3, help="rollouts that count, after the first")
+            command.add_argument("--least", type=int, default=5, help="steps that count at least, after the first three")
+        elif name == "scale":
+            command.add_argument("--only", default="", help="numbers of the points to measure, as 0,3,7; all without")
+        else:
+            command.add_argument("--seeds", type=int, default=3)
+            command.add_argument("--rollout", type=int, default=8, help="groups a rollout, against one")
+            command.add_argument("--points", type=int, default=4, help="evaluations after the first")
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    options, flags = parser.parse_known_args(own)
+    options.flags = flags + arguments[len(own) + 1 :]
+    gpu = find_gpu()[0]
+    print(f"$ uv run python benchmark.py {shlex.join(arguments)}\n{machine(gpu)}", flush=True)
+    Path(options.out).mkdir(parents=True, exist_ok=True)
+    {"compare": compare, "scale": scale, "learn": learn}[options.command](options, gpu)
+
+
+def machine(gpu) -> str:
+    """Card, driver and date, or the processor."""
+    where = f"{gpu.name}, driver {gpu.driver}" if gpu else f"{os.cpu_count()} cores, {platform.machine()}, no GPU"
+    return f"{where}, {time.strftime('%Y-%m-%d')}"
+
+
+def table(columns: list[str], rows: list[list]) -> str:
+    """A table as README.md has them."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines)
+
+
+# compare: whole starts of train.py
+
+
+def compare(options, gpu) -> None:
+    """Start each set of flags, and print what the last start of each took, with ratios to the first set."""
+    found = []
+    for flags in options.runs:
+        config = command_line.parse(train.Config, train.PRESETS, [*options.flags, *shlex.split(flags)], gpu)
+        each = config.steps_per_rollout
+        skipped = math.ceil(3 / each) * each  # compiling and warming up: the chapter's first three steps
+        steps = skipped + max(options.rollouts * each, math.ceil(options.least / each) * each)
+        for _ in range(options.starts):
+            found.append((flags, start(options, flags, steps, skipped, each)))
+    last = {flags: figures for flags, figures in found}
+    first = last[options.runs[0]]
+    rows = [[name, *(shown(last[flags].get(name)) for flags in options.runs), ratio(first, last[options.runs[-1]], name)]
+            for name in first]  # fmt: skip
+    text = table(["", *(f"`{flags}`" for flags in options.runs), "first / last"], rows)
+    print(text)
+    everything = [{"flags": flags, **figures} for flags, figures in found]
+    (Path(options.out) / "compare.json").write_text(json.dumps({"machine": machine(gpu), "starts": everything}, indent=1))
+
+
+def start(options, flags: str, steps: int, skipped: int, each: int) -> dict[str, float]:
+    """One run of train.py without evaluations, in a folder that goes away; what it took."""
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = f"--max-steps {steps} --save-steps {steps} --eval-problems 0 --sample-steps 0 --output-dir {folder}"
+        command = [sys.executable, str(train.PROJECT / "train.py"), *options.flags, *shlex.split(flags), *sizes.split()]
+        environment = {**os.environ, "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db"}
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+        print(done.stdout[-3000:], flush=True)
+        if done.returncode:
+            raise checks.Refused(f"train.py {flags}: exit code {done.returncode}; its last words are above")
+        journal = next(Path(folder).glob("*/record.jsonl"))
+        items = [json.loads(line) for line in journal.read_text().splitlines()]
+    metrics = {}
+    for item in items:
+        if item.get("kind") == "metrics":
+            metrics.setdefault(item["step"], {}).update(item["values"])
+    return figures_of(metrics, steps, skipped, each)
+
+
+def figures_of(metrics: dict[int, dict], steps: int, skipped: int, each: int) -> dict[str, float]:
+    """What a run took, from its metrics by step, in whole rollouts of `each` steps; those up to `skipped` do not count."""
+    counted = [metrics[step] for step in range(skipped + 1, steps + 1)]
+    parts = [name for name in counted[0] if name.startswith("seconds/")]
+    seconds = {part: statistics.mean(step[part] for step in counted) for part in parts}
+    found = {"seconds a step": sum(seconds.values())}
+    rollouts = [step["tokens_per_second/overall"] for step in counted[each - 1 :: each]]
+    found["generated tokens/s, over whole steps"] = statistics.harmonic_mean(rollouts)
+    found |= {f"of the step: {part.removeprefix('seconds/')}, s": value for part, value in seconds.items()}
+    every = {}
+    for step in sorted(metrics):
+        every |= metrics[step]
+    for name, key in (
+        ("imports, s", "start_seconds/imports"),
+        ("end of imports to the end of step 1, s", "start_seconds/to_first_step"),
+        ("peak on the card, GiB", "vram/total_gib"),
+        ("peak of torch's tensors, GiB", "vram_peak_gib"),
+    ):
+        if key in every:
+            found[name] = every[key]
+    for name, key in (("clipped share of tokens", "clip_ratio/region_mean"), ("KL", "kl")):
+        if key in counted[-1]:
+            found[name] = statistics.mean(step[key] for step in counted)
+    return found
+
+
+def shown(value: float | None) -> str:
+    return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def ratio(first: dict, last: dict, name: str) -> str:
+    return f"{first[name] / last[name]:.2f}" if last.get(name) and not name.startswith(("clipped", "KL")) else ""
+
+
+# scale and learn: one engine, many runs
+
+
+class Lab:
+    """A model that is loaded once, with vLLM where there is a GPU, and trained again and again from a new adapter."""
+
+    def __init__(self, config, gpu):
+        self.config, self.gpu = config, gpu
+        checks.check_config(config)
+        checks.check_machine(config, gpu)
+        self.task = checks.load_task(config.task)
+        if gpu:
+            os.environ["CUDA_VISIBLE_DEVICES"] = gpu.cuda_name
+            os.environ.update(engine.environment(config))
+        os.environ.update({**train.ENVIRONMENT, **os.environ})
+        import unsloth  # noqa: F401, isort: skip
+
+        import models
+
+        name = models.resolve_model(config.model, config.load_in_4bit, gpu)
+        self.peak = PeakMemory(gpu) if gpu else None
+        self.shape, plan = engine.memory_plan(config, gpu, name, gpu.free_gib()) if gpu else (None, None)
+        model, self.tokenizer = train.load_model(config, gpu, name, plan)
+        self.model = train.attach_lora(config, model)
+        self.tokenizer.padding_side = "left"
+
+    def run(self, config, on_step=lambda step, seconds: None) -> list[dict]:
+        """Train a new adapter; returns TRL's logs of the steps with `seconds/<part>`. `on_step` comes after each step."""
+        import torch
+        from transformers import PrinterCallback, TrainerCallback, set_seed
+        from trl import GRPOConfig, GRPOTrainer
+
+        import scoring
+        from phases import Phases
+
+        set_seed(config.seed)
+        for module in self.model.modules():
+            if hasattr(module, "reset_lora_parameters"):
+                module.reset_lora_parameters("default", init_lora_weights=True)
+        phases, history, parts = Phases(self.gpu is not None, print), [], {}
+
+        class Clock(TrainerCallback):
+            def on_step_begin(self, args, state, control, **kwargs):
+                phases.begin_step()
+
+            def on_pre_optimizer_step(self, args, state, control, **kwargs):
+                phases.enter("optimizer")
+
+            def on_optimizer_step(self, args, state, control, **kwargs):
+                phases.leave()
+
+            def on_log(self, args, state, control, logs=None, **kwargs):
+                if "loss" in logs:
+                    history.append({**logs, "step": state.global_step, **{f"seconds/{k}": v for k, v in parts.items()}})
+
+            def on_step_end(self, args, state, control, **kwargs):
+                parts.update(phases.end_step())
+                on_step(state.global_step, sum(parts.values()))
+
+        problems = build_dataset(self.task, config, train.PRESETS[config.preset], config.train_problems, "train")
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = train.grpo_arguments(config, Path(folder), on_gpu=self.gpu is not None)
+            trainer = GRPOTrainer(
+                model=self.model,
+                processing_class=self.tokenizer,
+                reward_funcs=self.task.REWARDS,
+                args=GRPOConfig(**{**arguments, "save_strategy": "no", "log_completions": False}),
+                train_dataset=in_order(problems, config),
+                callbacks=[Clock()],
+            )
+            trainer.remove_callback(PrinterCallback)
+            if self.gpu:
+                scoring.in_training_batches(trainer)
+            phases.attach(trainer)
+            trainer.train()
+        del trainer
+        if self.gpu:
+            torch.cuda.empty_cache()
+        return history
+
+    def accuracy(self, config, problems) -> float:
+        """The share of held-out problems that the adapter solves as it stands, by the task's first reward, greedily."""
+        import adapter
+        import held_out
+
+        name = self.task.REWARDS[0].__name__
+        with tempfile.TemporaryDirectory() as folder:
+            saved = Path(folder) / "adapter"
+            if config.fast_inference:
+                adapter.save(self.model, saved)
+            place = saved if config.fast_inference else None
+            scores, _ = held_out.evaluate(config, self.task, self.model, self.tokenizer, problems, place)
+        return scores[name]
+
+
+POINTS = [  # one factor at a time: G (answers to a problem), C (tokens of an answer), R (groups in a rollout)
+    *({"G": size, "C": 768, "R": 8} for size in (4, 8, 16, 32)),
+    *({"G": 8, "C": length, "R": 8} for length in (256, 512, 1024, 2048)),
+    *({"G": 8, "C": 768, "R": groups} for groups in (1, 2, 4, 16)),
+]
+
+
+def scale(options, gpu) -> None:
+    """Seconds of a step of one group at each of POINTS, and the least that the card's bandwidth and rate allow."""
+    points = [point for i, point in enumerate(POINTS) if not options.only or str(i) in options.only.split(",")]
+    base = command_line.parse(train.Config, train.PRESETS, options.flags, gpu)
+
+    def at(point):
+        return dataclasses.replace(base, num_generations=point["G"], per_device_train_batch_size=point["G"],
+                                   gradient_accumulation_steps=1, max_completion_length=point["C"],
+                                   steps_per_generation=point["R"], max_steps=point["R"] + 2, train_problems=512)  # fmt: skip
+
+    configs = [at(point) for point in points]
+    longest = max(configs, key=lambda c: c.max_completion_length)
+    most = max(c.rollout_batch for c in configs)
+    seats = dataclasses.replace(base, max_completion_length=longest.max_completion_length, num_generations=8,
+                                per_device_train_batch_size=8, steps_per_generation=math.ceil(most / 8))  # fmt: skip
+    lab = Lab(seats, gpu)
+    rows = []
+    card = cards.Card(gpu.name, gpu.total_gib, gpu.bandwidth_gbps, 989 if "H200" in gpu.name else None)
+    for point, config in zip(points, configs):
+        logs = lab.run(config)
+        rollouts, later = [logs[0], logs[point["R"]]], logs[1:]
+        parts = {
+            "generation": min(log["seconds/generation"] + log["seconds/rewards"] for log in rollouts) / point["R"],
+            "log_probs": rollouts[-1]["seconds/log_probs"] / point["R"],
+            "forward_backward": statistics.median(log["seconds/forward_backward"] for log in later),
+            "rest": statistics.median(log["seconds/optimizer"] + log["seconds/rest"] for log in later),
+        }
+        decoding, training = roofline.step_floor(config, lab.shape, card, 10**9)
+        seconds, length = sum(parts.values()), statistics.mean(log["completions/mean_length"] for log in rollouts)
+        rows.append({**point, **parts, "seconds": seconds, "length": length, "roofline_decoding": decoding,
+                     "roofline_training": training, "tokens_per_second": point["G"] * length / seconds})  # fmt: skip
+        print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
+    columns = ["G", "C", "R", "seconds", "generation", "log_probs", "forward_backward", "rest", "tokens_per_second",
+               "roofline_decoding", "roofline_training"]  # fmt: skip
+    print(table(columns, [[shown(row[name]) for name in columns] for row in rows]))
+    out = Path(options.out)
+    (out / "scale.json").write_text(json.dumps({"machine": machine(gpu), "rows": rows}, indent=1))
+    pictures.scale({"rows": rows}).savefig(out / "scale.png")
+
+
+def learn(options, gpu) -> None:
+    """Held-out accuracy with one group a rollout and with several, after the same completions, over paired seeds."""
+    base = command_line.parse(train.Config, train.PRESETS, options.flags, gpu)
+    each = options.rollout
+    largest = dataclasses.replace(base, steps_per_generation=each * base.gradient_accumulation_steps)
+    lab = Lab(largest, gpu)
+    problems = build_dataset(lab.task, base, train.PRESETS[base.preset], base.eval_problems, "held-out")
+    before, curves = lab.accuracy(base, problems), []  # B is 0 until the first run
+    for seed in range(options.seeds):
+        for groups in (1, each) if seed % 2 == 0 else (each, 1):
+            config = dataclasses.replace(base, seed=seed, steps_per_generation=groups * base.gradient_accumulation_steps)
+            evaluated = {round(base.max_steps * i / options.points) // each * each for i in range(1, options.points + 1)}
+            curves.append({"groups": groups, **curve(lab, config, problems, evaluated, before)})
+    rows, differences = [], []
+    for seed in range(options.seeds):
+        one, several = ({c["groups"]: c for c in curves if c["seed"] == seed}[n] for n in (1, each))
+        differences.append(several["points"][-1][3] - one["points"][-1][3])
+        rows.append([seed, *(f"{c['points'][-1][3]:.3f}" for c in (one, several)), f"{differences[-1]:+.3f}",
+                     *(f"{c['points'][-1][2]:.0f}" for c in (one, several)),
+                     *(f"{c['clipped']:.4f}" for c in (one, several))])  # fmt: skip
+    print(f"held-out, before: {before:.3f} of {len(problems)} problems")
+    print(table(["seed", "1 a rollout", f"{each} a rollout", "difference", "s", "s", "clipped", "clipped"], rows))
+    mean, count = statistics.mean(differences), len(differences)
+    if count in T_95:
+        half = T_95[count] * statistics.stdev(differences) / math.sqrt(count)
+        print(f"difference: {mean:+.3f}, 95 % interval over seeds {mean - half:+.3f} to {mean + half:+.3f}")
+    out = Path(options.out)
+    (out / "learn.json").write_text(json.dumps({"machine": machine(gpu), "curves": curves}, indent=1))
+    pictures.learning({"curves": curves}).savefig(out / "learn.png")
+
+
+def curve(lab: Lab, config, problems, evaluated: set[int], before: float) -> dict:
+    """One run's points (step, completions, seconds of training, accuracy) at the steps in `evaluated`, and its means."""
+    points, trained = [[0, 0, 0.0, before]], 0.0
+
+    def on_step(step, seconds):
+        nonlocal trained
+        trained += seconds
+        if step in evaluated:
+            points.append([step, step * config.effective_batch, trained, lab.accuracy(config, problems)])
+            print(f"seed {config.seed}, {config.prompts_per_rollout} a rollout, step {step}: {points[-1][3]:.3f} after "
+                  f"{trained:.0f} s", flush=True)  # fmt: skip
+
+    logs = lab.run(config, on_step)
+    means = {name: statistics.mean(log.get(key, 0) for log in logs)
+             for name, key in (("clipped", "clip_ratio/region_mean"), ("kl", "kl"))}  # fmt: skip
+    return {"seed": config.seed, "points": points, **means}
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except checks.Refused as refusal:
+        print(f"benchmark.py: {refusal}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,95 @@
+"""Faster decoding in vLLM as Unsloth sets it up: fewer kernels for each 4-bit layer, and fewer graphs to capture.
+
+vLLM and Unsloth have no public place for either. What is replaced here was read in vLLM 0.26.0, bitsandbytes 0.50.2 and
+unsloth_zoo 2026.10.9, and is held by a test. Import it after unsloth.
+"""
+
+import contextlib
+import functools
+
+import torch
+from bitsandbytes import matmul_4bit
+from bitsandbytes.functional import QuantState, dequantize_blockwise
+
+
+@torch.library.custom_op("grpo_lab::linear_4bit", mutates_args=())
+def linear_4bit(x: torch.Tensor, weight: torch.Tensor, outputs: int) -> torch.Tensor:
+    """x (tokens, inputs) times a packed weight whose parts `join` has joined: (tokens, outputs)."""
+    return matmul_4bit(x, weight.t(), weight.joined)
+
+
+@linear_4bit.register_fake
+def _(x, weight, outputs):
+    return x.new_empty(x.shape[0], outputs)
+
+
+def join(parts: list[QuantState]) -> QuantState:
+    """Quantized matrices that lie behind each other in one tensor, as one (rows are outputs), with plain 32-bit scales.
+
+    A scale belongs to 64 weights in a row, so the parts together are a quantized matrix too. The scales of `parts` become
+    views of the whole's: whoever uses a part, as Unsloth's training pass does, needs no second copy.
+    """
+    scales = torch.cat([plain_scales(part) for part in parts])
+    for part, own in zip(parts, scales.split([part.absmax.numel() for part in parts])):
+        part.absmax, part.nested, part.offset, part.state2 = own, False, None, None
+    first, rows = parts[0], sum(part.shape[0] for part in parts)
+    return QuantState(scales, torch.Size([rows, first.shape[1]]), first.code, first.blocksize, first.quant_type, first.dtype)
+
+
+def plain_scales(state: QuantState) -> torch.Tensor:
+    """One 32-bit scale for each block of weights, in a row."""
+    scales = dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
+    return scales.float().flatten()
+
+
+def join_4bit_layers() -> None:
+    """Let vLLM, when it loads, join the parts of its 4-bit layers, and multiply by each layer once.
+
+    As it is, q, k and v (gate and up) lie in one tensor but are multiplied one by one, each result is copied to its place,
+    and Unsloth keeps the scales nested, which takes two more kernels each time.
+    """
+    from vllm.model_executor.layers.quantization.bitsandbytes import BitsAndBytesLinearMethod
+    from vllm.model_executor.model_loader.bitsandbytes_loader import BitsAndBytesModelLoader
+
+    bind, apply = BitsAndBytesModelLoader._bind_quant_states_to_params, BitsAndBytesLinearMethod.apply
+
+    @functools.wraps(bind)
+    def bind_and_join(self, model, states):
+        bind(self, model, states)
+        for parameter in model.parameters():
+            if isinstance(parts := getattr(parameter, "bnb_quant_state", None), dict):
+                parameter.joined = join([parts[i] for i in range(len(parts))])
+                parameter.outputs = parameter.joined.shape[0]
+
+    @functools.wraps(apply)
+    def apply_joined(self, layer, x, bias=None):
+        if not hasattr(layer.weight, "outputs"):
+            return apply(self, layer, x, bias)
+        out = linear_4bit(x, layer.weight, layer.weight.outputs)
+        return out if bias is None else out + bias
+
+    BitsAndBytesModelLoader._bind_quant_states_to_params = bind_and_join
+    BitsAndBytesLinearMethod.apply = apply_joined
+
+
+@contextlib.contextmanager
+def graphs_of(sizes: list[int]):
+    """While vLLM starts: let it capture CUDA graphs for decoding so many sequences alone, with the adapter.
+
+    By itself it captures whole graphs and graphs in pieces for dozens of sizes, with and without a LoRA, in 20 seconds.
+    Unsloth makes vLLM's CompilationConfig itself; what is decided here replaces its choice.
+    """
+    import vllm.config
+
+    made = vllm.config.CompilationConfig
+
+    @functools.wraps(made)
+    def narrowed(**options):
+        options["cudagraph_mode"] = vllm.config.CUDAGraphMode.FULL_DECODE_ONLY
+        return made(**options | {"cudagraph_capture_sizes": sizes, "cudagraph_specialize_lora": False})
+
+    vllm.config.CompilationConfig = narrowed
+    try:
+        yield
+    finally:
+        vllm.config.CompilationConfig = made
