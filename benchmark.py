@@ -169,10 +169,10 @@ class Lab:
 
         import models
 
-        name = models.resolve_model(config.model, config.load_in_4bit, gpu)
+        name = models.resolve_model(config.model, config.load_in, gpu)
         self.peak = PeakMemory(gpu) if gpu else None
         self.shape, plan = engine.memory_plan(config, gpu, name, gpu.free_gib()) if gpu else (None, None)
-        model, self.tokenizer = train.load_model(config, gpu, name, plan)
+        model, self.tokenizer = train.load_model(config, gpu, name, self.shape, plan)
         self.model = train.attach_lora(config, model)
         self.tokenizer.padding_side = "left"
 

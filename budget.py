@@ -17,7 +17,7 @@ import os
 import sys
 
 from cards import CARDS, Card
-from checks import Refused, check_config, check_limit, flag
+from checks import Refused, check_config, check_limit, check_precision, flag
 from roofline import ceiling, step_floor, token_step_bytes, training_flops
 from shapes import SHAPES, Shape, shape_of, weights_of
 
@@ -87,7 +87,7 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
     # what stays: all sizes are in bytes
     lora = shape.lora_parameters(config.lora_r, config.target_modules)
     plain_scales = vllm and config.lean_decode
-    weights, of_weights = weights_of(shape, config.load_in_4bit, plain_scales)
+    weights, of_weights = weights_of(shape, config.load_in, plain_scales)
     slots = slot_bytes(shape, config.lora_r) if vllm else 0
     state, of_state = optimizer_bytes(config.optim, lora)
     profile = profile_bytes(shape, sequences) if vllm else 0
@@ -155,12 +155,12 @@ def seats(config) -> int:
 def unsloths_longest(config, shape: Shape, share: float) -> int:
     """Tokens to which Unsloth cuts vLLM's sequences, by its own estimate of what a share (bytes) leaves for the cache.
 
-    unsloth_zoo 2026.10.9, vllm_utils.py, approximate_vllm_memory_usage: 5 bits for a quantized weight, at least 0.15 GiB
-    for graphs, whole 256 tokens.
+    unsloth_zoo 2026.10.9, vllm_utils.py, approximate_vllm_memory_usage: 5 bits for a weight in 4, 10 for one in 8 (engine.py
+    has it count fp8 so), at least 0.15 GiB for graphs, whole 256 tokens.
     """
-    in_4_bits = shape.in_4_bits(config.load_in_4bit)
-    quantized = shape.linear_parameters - shape.kept_parameters() if in_4_bits or shape.quantized else 0
-    weights = quantized * (5 / 8 if in_4_bits else 10 / 8) + 2 * (shape.parameters - quantized)
+    kind = shape.on_card(config.load_in)
+    quantized = 0 if kind == "16bit" else shape.linear_parameters - shape.kept_parameters()
+    weights = quantized * (5 / 8 if kind == "4bit" else 10 / 8) + 2 * (shape.parameters - quantized)
     weights += 2 * shape.lora_parameters(config.lora_r)
     graphs = min(max(172 * 4 * shape.hidden * shape.layers, 0.15 * GIB), GIB)
     return max(int(0.95 * (share - weights - graphs) / shape.kv_bytes), 0) // 256 * 256
@@ -241,9 +241,9 @@ def graph_bytes(config, shape: Shape) -> int:
     """Bytes of the graphs: about 120 kB for each block in each, and their pool.
 
     The pool holds 824 bytes for each unit of width and depth, and in 4-bit one block's MLP unpacked, in 16-bit cuBLAS's
-    workspace.
+    workspace. 8-bit was not measured: it counts as 16.
     """
-    in_4_bits = shape.in_4_bits(config.load_in_4bit)
+    in_4_bits = shape.on_card(config.load_in) == "4bit"
     launches = (148_000 if in_4_bits else 118_000) * graph_count(config) * shape.layers
     work = 2 * 3 * shape.hidden * shape.intermediate if in_4_bits else 64 * 2**20
     return launches + work + 824 * shape.hidden * shape.layers + 12 * 2**20
@@ -259,17 +259,17 @@ def full_finetuning(config, shape: Shape) -> tuple[float, str]:
     return sum(parts.values()) / GIB, ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items())
 
 
-def refusal(config, shape: Shape, usable_gib: float, card_gib: float) -> tuple[str, bool] | None:
+def refusal(config, shape: Shape, usable_gib: float, card_gib: float, capability=None) -> tuple[str, bool] | None:
     """Why a config cannot run, with the nearest that can, on one or two lines, and whether it could be tried all the same.
 
-    None where the plan fits.
+    None where the plan fits. 8 bits are offered where the card's compute capability is known and has them.
     """
     found = plan(config, shape, usable_gib, card_gib)
     short = config.fast_inference and found.longest < config.max_seq_length
     beyond = config.max_seq_length > shape.context
     if found.headroom_gib >= 0 and not short and not beyond:
         return None
-    changes = [in_words(change, config) for change in nearest(config, shape, usable_gib, card_gib)]
+    changes = [in_words(change, config) for change in nearest(config, shape, usable_gib, card_gib, capability)]
     nearest_ones = f"Nearest that fits, one at a time: {'; '.join(changes) or 'none, but a smaller --model'}"
     if beyond:
         lengths = f"--max-prompt-length {config.max_prompt_length} and --max-completion-length {config.max_completion_length}"
@@ -300,11 +300,18 @@ def works(config, shape: Shape, usable_gib: float, card_gib: float | None = None
     return config.max_seq_length <= longest and found.headroom_gib >= MARGIN * usable_gib
 
 
-def nearest(config, shape: Shape, usable_gib: float, card_gib: float | None = None) -> list[dict]:
+def nearest(config, shape: Shape, usable_gib: float, card_gib: float | None = None, capability=None) -> list[dict]:
     """Changes of the config, each of which works by itself: cache or evaluation, batch, length, group, precision."""
 
     def fits(change: dict) -> bool:
         return works(dataclasses.replace(config, **change), shape, usable_gib, card_gib)
+
+    def has_8_bits(change: dict) -> bool:
+        try:
+            check_precision(dataclasses.replace(config, **change), shape, "", capability)
+        except Refused:
+            return False
+        return capability is not None
 
     changes = []
     if config.fast_inference and not config.gpu_memory_utilization:
@@ -324,7 +331,10 @@ def nearest(config, shape: Shape, usable_gib: float, card_gib: float | None = No
     changes += [{"max_completion_length": length}] if length else []
     group = largest_that(lambda n: fits(group_of(config, n)), 2, config.num_generations - 1)
     changes += [group_of(config, group)] if group else []
-    simple = [{"load_in_4bit": True}] * (not config.load_in_4bit and shape.quantized is None)
+    simple = []
+    if shape.quantized is None:
+        simple += [{"load_in": "fp8"}] * (config.load_in == "16bit" and has_8_bits({"load_in": "fp8"}))
+        simple += [{"load_in": "4bit"}] * (config.load_in != "4bit")
     simple += [{"gradient_checkpointing": True}] * (not config.gradient_checkpointing)
     return changes + [change for change in simple if fits(change)]
 
@@ -426,8 +436,9 @@ def table(plan_: Plan) -> list[str]:
 def answer(config, shape: Shape, card: Card) -> tuple[str, bool]:
     """All that budget.py says of a config on a card, and whether it fits."""
     usable_gib = config.vram_limit_gib or card.vram_gib
-    p, why = plan(config, shape, usable_gib, card.vram_gib), refusal(config, shape, usable_gib, card.vram_gib)
-    bits = "4-bit" if shape.in_4_bits(config.load_in_4bit) else shape.quantized or "16-bit"
+    p = plan(config, shape, usable_gib, card.vram_gib)
+    why = refusal(config, shape, usable_gib, card.vram_gib, card.compute_capability)
+    bits = shape.on_card(config.load_in).replace("bit", "-bit")
     full, parts = full_finetuning(config, shape)
     plain_4bit = bits == "4-bit" and shape in SHAPES.values()
     lines = [
@@ -502,7 +513,9 @@ def main(arguments: list[str]) -> int:
         card = Card("your card", question.vram_gib, question.bandwidth_gbps)
     check_config(question)
     check_limit(question, card.vram_gib)
-    text, fits = answer(question, shape_of(question.model), card)
+    shape = shape_of(question.model)
+    check_precision(question, shape, card.name, card.compute_capability)
+    text, fits = answer(question, shape, card)
     print(text, flush=True)
     return 0 if fits else 1
 

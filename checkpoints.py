@@ -16,7 +16,7 @@ BEST = "best.json"  # in best-adapter/
 WEIGHTS = "adapter_model.safetensors"
 PARTS = (WEIGHTS, "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", FACTS)
 # another base model, LoRA or optimizer cannot take over what the checkpoint holds
-FIXED = ("preset", "model", "load_in_4bit", "lora_r", "lora_alpha", "target_modules", "optim")
+FIXED = ("preset", "model", "load_in", "lora_r", "lora_alpha", "target_modules", "optim")
 # where one of these changes, the held-out points so far are of other problems
 PROBLEMS = ("task", "the task's file", "eval_problems", "seed", "max_operand", "worked_examples", "system")
 
@@ -95,6 +95,8 @@ def read_facts(folder: Path) -> dict:
     """What the run that wrote a checkpoint put down in it, see `facts_of_run`."""
     facts = json.loads((folder / FACTS).read_text())
     facts["config"] = {name: tuple(v) if isinstance(v, list) else v for name, v in facts["config"].items()}
+    if "load_in_4bit" in facts["config"]:  # written before there was load_in
+        facts["config"]["load_in"] = "4bit" if facts["config"].pop("load_in_4bit") else "16bit"
     return facts
 
 

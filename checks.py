@@ -17,6 +17,9 @@ from pathlib import Path
 MIN_DRIVER = 580
 # Bfloat16 arithmetic came with Ampere.
 MIN_COMPUTE_CAPABILITY = (8, 0)
+# Arithmetic in 8 bits came with Ada. To quantize a 16-bit checkpoint as it loads Unsloth wants Hopper or newer.
+FP8_COMPUTE_CAPABILITY = (8, 9)
+FP8_ON_LOADING_COMPUTE_CAPABILITY = (9, 0)
 # The linear layers of the models that the lab knows, which can have a LoRA.
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -64,6 +67,8 @@ def check_config(config) -> None:
         for name in ("vllm_importance_sampling_correction", "gpu_memory_utilization", "vllm_enable_sleep_mode"):
             if getattr(config, name):
                 raise Refused(f"{flag(name)} {getattr(config, name)}: it is about vLLM; add --fast-inference or leave it away")
+        if config.load_in == "fp8":
+            raise Refused("--load-in fp8: vLLM makes these weights; add --fast-inference on a GPU, or --load-in 4bit or 16bit")
     unknown = [name for name in config.target_modules if name not in PROJECTIONS]
     if unknown or not config.target_modules:
         wrong = " ".join(unknown) or "(none)"
@@ -122,6 +127,29 @@ def check_gpu(config, gpu) -> None:
         have, least = (".".join(map(str, x)) for x in (gpu.compute_capability, MIN_COMPUTE_CAPABILITY))
         raise Refused(f"{gpu.name}: compute capability {have}, and bf16 needs {least} (RTX 30 series or newer). {without}")
     check_limit(config, gpu.total_gib)
+
+
+def check_precision(config, shape, card: str, capability: tuple[int, int] | None) -> None:
+    """Refuse weights in bits that the card has no arithmetic for, or other ones than the checkpoint's.
+
+    `shape` is shapes.Shape or None, `capability` the card's, or None where it is not known. The rules are Unsloth's
+    2026.10.9 (models/loader_utils.py, models/_utils.py).
+    """
+    kind, ready = (shape.on_card(config.load_in), shape.quantized) if shape else (config.load_in, None)
+    if config.load_in == "fp8" and ready == "bitsandbytes":
+        raise Refused(f"--load-in fp8: {config.model} is in 4 bits already; --load-in 4bit, or a --model in 16 bits")
+    of_4_bits = config.load_in == "4bit" and ready == "fp8"  # of a name on the hub, Unsloth takes the copy in 4 bits
+    if of_4_bits and config.fast_inference and Path(config.model).is_dir():
+        raise Refused(f"--load-in 4bit: {config.model} is in fp8 already, and vLLM takes it so; --load-in fp8")
+    have = ".".join(map(str, capability or ()))
+    if kind == "fp8" and not of_4_bits and config.fast_inference and capability:
+        if not ready and capability < FP8_ON_LOADING_COMPUTE_CAPABILITY:
+            other = "; or a --model that is in fp8 already" if capability >= FP8_COMPUTE_CAPABILITY else ""
+            why = f"compute capability {have}, and quantizing as it loads needs 9.0 (H100, RTX 50 series or newer)"
+            raise Refused(f"--load-in fp8 on {card}: {why}; --load-in 4bit{other}")
+        if capability < FP8_COMPUTE_CAPABILITY:
+            why = f"compute capability {have}, and its weights in fp8 need 8.9 (RTX 40 series or newer)"
+            raise Refused(f"--model {config.model} on {card}: {why}; a --model in 16 bits works with --load-in 4bit")
 
 
 def check_limit(config, card_gib: float) -> None:

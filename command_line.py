@@ -9,11 +9,16 @@ from pathlib import Path
 import checkpoints
 from checks import Refused
 
+RENAMED = {"--load-in-4bit": "--load-in 4bit", "--no-load-in-4bit": "--load-in 16bit"}  # each with what it is now
+
 
 def parse(config_class, presets: dict, arguments: list[str], gpu, program: str = "train.py"):
     """The config of a run. Raises Refused, in tyro's words, for what is none, and for a checkpoint that cannot be found."""
     import tyro
 
+    for word in arguments:
+        if now := RENAMED.get(word.replace("_", "-")):
+            raise Refused(f"{word}: it is {now} now; --load-in takes 4bit, fp8 and 16bit")
     # a switch with three states, which tyro has no pair of flags for
     for i, word in enumerate(arguments):
         on = word.replace("_", "-") == "--enable-thinking" and arguments[i + 1 : i + 2] not in (["True"], ["False"], ["None"])

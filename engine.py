@@ -7,7 +7,7 @@ import sys
 import budget
 import models
 import shapes
-from checks import Refused
+from checks import Refused, check_precision
 from gpu import GIB, Gpu
 from stopping import time_limit
 
@@ -19,14 +19,16 @@ def memory_plan(config, gpu: Gpu, model: str, free_gib: float) -> tuple[shapes.S
     without, where vLLM's share is given by hand or vLLM is not used.
     """
     try:
-        shape = shapes.shape_of(models.shape_source(model, config.load_in_4bit))
+        shape = shapes.shape_of(models.shape_source(model, config.load_in))
     except shapes.NotPlanned as error:
         if config.fast_inference and not config.gpu_memory_utilization:
             by_hand = "give vLLM's share by hand (--gpu-memory-utilization 0.5), or --no-fast-inference"
             raise Refused(f"{error}.\nWithout a plan: {by_hand}") from None
+        check_precision(config, None, gpu.name, gpu.compute_capability)
         return None, None
+    check_precision(config, shape, gpu.name, gpu.compute_capability)
     usable_gib = min(config.vram_limit_gib or math.inf, free_gib)
-    found = budget.refusal(config, shape, usable_gib, gpu.total_gib)
+    found = budget.refusal(config, shape, usable_gib, gpu.total_gib, gpu.compute_capability)
     if found and not (config.force and found[1]):
         why, forceable = found
         others = gpu.total_gib - free_gib
@@ -57,11 +59,11 @@ def environment(config) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def set_up(config, plan: budget.Plan | None, gpu: Gpu):
+def set_up(config, shape: shapes.Shape | None, plan: budget.Plan | None, gpu: Gpu):
     """While vLLM loads, what is changed in it for this run; gives the arguments that have Unsloth load it."""
     import torch
 
-    arguments = vllm_arguments(config, plan, gpu, free_gib=torch.cuda.mem_get_info()[0] / GIB)
+    arguments = vllm_arguments(config, shape, plan, gpu, free_gib=torch.cuda.mem_get_info()[0] / GIB)
     if not config.lean_decode:
         yield arguments
         return
@@ -72,8 +74,8 @@ def set_up(config, plan: budget.Plan | None, gpu: Gpu):
         yield arguments
 
 
-def vllm_arguments(config, plan: budget.Plan | None, gpu: Gpu, free_gib: float) -> dict:
-    """What turns Unsloth's loader into a loader with vLLM: its share of the card, and how many sequences it decodes.
+def vllm_arguments(config, shape: shapes.Shape | None, plan: budget.Plan | None, gpu: Gpu, free_gib: float) -> dict:
+    """What turns Unsloth's loader into a loader with vLLM: its share of the card, how many sequences it decodes, and 8 bits.
 
     The share is the plan's; Unsloth multiplies it by `free_gib`, what is free on the card, so it is handed over as a share
     of that.
@@ -85,7 +87,22 @@ def vllm_arguments(config, plan: budget.Plan | None, gpu: Gpu, free_gib: float) 
         "gpu_memory_utilization": min(share_gib / free_gib, 1.0),
         "max_num_seqs": budget.seats(config),
         "max_num_batched_tokens": max(budget.PREFILL_TOKENS, budget.seats(config)),
+        **(quantized_on_loading() if config.load_in == "fp8" and not (shape and shape.quantized) else {}),
     }
+
+
+def quantized_on_loading() -> dict:
+    """What has Unsloth's loader let vLLM quantize a 16-bit checkpoint to 8 bits, a scale a row, for training to share.
+
+    By its exact name: of some models Unsloth would fetch a copy in fp8 with other scales, which the plan is not of. Unsloth
+    cuts vLLM's sequences by an estimate that takes these weights for 16 bits: here it is told that they are 8. That is
+    internal, read in unsloth_zoo 2026.10.9 (vllm_utils.py), and tests hold it in place.
+    """
+    import unsloth_zoo.vllm_utils as zoo
+
+    estimate = zoo.vllm_weights_memory_usage
+    zoo.vllm_weights_memory_usage = lambda config, load_in_4bit, load_in_8bit: estimate(config, load_in_8bit=True)
+    return {"load_in_fp8": True, "use_exact_model_name": True}
 
 
 @contextlib.contextmanager

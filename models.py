@@ -22,7 +22,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo-lab"
 
 
-def check_model(name: str, load_in_4bit: bool) -> None:
+def check_model(name: str, load_in: str) -> None:
     """Refuse, before anything slow, a folder that holds no model and a hub id that cannot be had.
 
     In 4-bit Unsloth may download a smaller copy under another name. So there the disk is looked at later, once that name
@@ -36,7 +36,7 @@ def check_model(name: str, load_in_4bit: bool) -> None:
         return
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise Refused(f"--model {name}: no such folder, and no hub id (owner/name), nor {EMBEDDED}, the embedded one")
-    if load_in_4bit:
+    if load_in == "4bit":
         ask_hub(name, copies=[name, f"{name}-unsloth-bnb-4bit", f"{name}-bnb-4bit"])
     else:
         check_disk(name)
@@ -96,11 +96,12 @@ def check_disk(name: str) -> None:
         )
 
 
-def resolve_model(name: str, load_in_4bit: bool, gpu) -> str:
+def resolve_model(name: str, load_in: str, gpu) -> str:
     """The folder or hub id that will be loaded. Call it after `import unsloth`.
 
-    The embedded model becomes a folder. For a hub id, Unsloth on a GPU picks a copy of its own, quantized where
-    load_in_4bit; `get_model_name` is its own function, read in unsloth 2026.10.9, and tests hold it in place.
+    The embedded model becomes a folder. For a hub id, Unsloth on a GPU picks a copy of its own, a quantized one for 4bit
+    alone: fp8 is made of the 16-bit one as it loads. `get_model_name` is its own function, read in unsloth 2026.10.9, and
+    tests hold it in place.
     """
     if name == EMBEDDED:
         return str(embedded_folder())
@@ -109,13 +110,13 @@ def resolve_model(name: str, load_in_4bit: bool, gpu) -> str:
     if gpu:
         from unsloth.models.loader_utils import get_model_name
 
-        name = get_model_name(name, load_in_4bit=load_in_4bit)
+        name = get_model_name(name, load_in_4bit=load_in == "4bit")
     check_disk(name)
     download(name)
     return name
 
 
-def shape_source(name: str, load_in_4bit: bool) -> str:
+def shape_source(name: str, load_in: str) -> str:
     """Where the shape of a model can be read without its weights: its folder, a config.json, or a name that is built in.
 
     In 4-bit, Unsloth's quantized copy is looked for first, whose config.json lists what it keeps in 16 bits.
@@ -124,7 +125,7 @@ def shape_source(name: str, load_in_4bit: bool) -> str:
         return name
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-    copies = [f"{name}-unsloth-bnb-4bit", f"{name}-bnb-4bit", name] if load_in_4bit else [name]
+    copies = [f"{name}-unsloth-bnb-4bit", f"{name}-bnb-4bit", name] if load_in == "4bit" else [name]
     for copy in copies:
         config = try_to_load_from_cache(copy, "config.json")
         if isinstance(config, str):

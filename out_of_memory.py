@@ -229,10 +229,11 @@ def knobs(config, names: str, memory: Memory | None, on_card: bool = True) -> li
     part = next((n for n in range(2, batch + 1) if batch % n == 0), 1)
     vllm, limit = on_card and config.fast_inference, config.vram_limit_gib
     about_vllm = {"gpu_memory_utilization": None, "vllm_importance_sampling_correction": False}
+    about_vllm |= {"load_in": "4bit"} if config.load_in == "fp8" else {}
     changes = {
         "cache": vllm and smaller_cache(config, memory),
-        "no_vllm": vllm and {"fast_inference": False, **{k: v for k, v in about_vllm.items() if getattr(config, k)}},
-        "four_bit": on_card and not config.load_in_4bit and {"load_in_4bit": True},
+        "no_vllm": vllm and {"fast_inference": False, **{k: v for k, v in about_vllm.items() if getattr(config, k) != v}},
+        "four_bit": on_card and config.load_in != "4bit" and {"load_in": "4bit"},
         "model": config.model != EMBEDDED and {"model": None},
         "checkpointing": not config.gradient_checkpointing and {"gradient_checkpointing": True},
         "batch": part > 1

@@ -11,7 +11,7 @@ def token_step_bytes(config, shape: Shape, sequences: int, context: float) -> fl
     the adapter, and each sequence's cache."""
     embedding = 2 * shape.head_parameters * (1 if shape.tied else 2)  # read as the head once; an untied one is looked up in
     plain_scales = config.fast_inference and config.lean_decode
-    weights = weights_of(shape, config.load_in_4bit, plain_scales)[0] - embedding + 2 * shape.head_parameters
+    weights = weights_of(shape, config.load_in, plain_scales)[0] - embedding + 2 * shape.head_parameters
     return weights + 2 * shape.lora_parameters(config.lora_r, config.target_modules) + sequences * context * shape.kv_bytes
 
 

@@ -71,9 +71,9 @@ class Shape:
         """Bytes of KV cache for one token: keys and values of all layers in 16 bits."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
-    def in_4_bits(self, load_in_4bit: bool) -> bool:
-        """Whether the linear layers lie on the card in 4 bits: as the checkpoint is, or quantized as it loads."""
-        return self.quantized == "bitsandbytes" or load_in_4bit and self.quantized is None
+    def on_card(self, load_in: str) -> str:
+        """What the linear layers are on the card, 4bit, fp8 or 16bit: as the checkpoint is, or else as asked for."""
+        return {"bitsandbytes": "4bit", "fp8": "fp8"}.get(self.quantized, load_in)
 
     def kept_parameters(self) -> int:
         """Weights that the checkpoint keeps in 16 bits, by vLLM's rule: a layer's path, one above it, or one name in it."""
@@ -210,14 +210,18 @@ def positive(config: dict, name: str, path: Path) -> int:
     return value
 
 
-def weights_of(shape: Shape, load_in_4bit: bool, plain_scales: bool = False) -> tuple[int, str]:
+def weights_of(shape: Shape, load_in: str, plain_scales: bool = False) -> tuple[int, str]:
     """Bytes of the base weights on the card, and in words what they are made of.
 
     With plain scales, those of 4-bit weights are in 32 bits, also where the checkpoint has nested ones (decode.py).
     """
     if shape.quantized == "fp8":  # a 32-bit scale for each block of 128 x 128
         quantized, each, what = shape.linear_parameters, 1 + 4 / 128**2, "8 bits with block scales"
-    elif shape.in_4_bits(load_in_4bit):
+    elif shape.on_card(load_in) == "fp8":  # vLLM makes them as it loads: a 32-bit scale for each output
+        outputs = shape.layers * sum(o for _, o in shape.linears.values())
+        quantized, what = shape.linear_parameters, "8 bits with a scale a row"
+        each = 1 + 4 * outputs / quantized
+    elif shape.on_card(load_in) == "4bit":
         # NF4: a scale for each 64 weights, in 32 bits, or in 8 with a 32-bit one for each 256 of those (double quantization)
         quantized = shape.linear_parameters - shape.kept_parameters()
         nested = shape.nested and not plain_scales

@@ -71,8 +71,8 @@ class Config:
     # the model
     model: str = "unsloth/Qwen3-4B"
     """Hub id, folder, or smollm2-135m-instruct: the weights that are installed with the lab."""
-    load_in_4bit: bool = True
-    """Quantize the frozen base to NF4: a quarter of the memory."""
+    load_in: Literal["4bit", "fp8", "16bit"] = "4bit"
+    """The frozen base: NF4, a quarter of the memory; fp8, half of it (vLLM on an H100, RTX 50 series or newer); 16 bits."""
     lora_r: int = 16
     """LoRA rank: 33 M trainable parameters on Qwen3-4B at 16."""
     target_modules: tuple[str, ...] = checks.PROJECTIONS
@@ -225,7 +225,7 @@ PRESETS = {
         max_operand=20,
         worked_examples=1,
         system="Answer with an integer between <ans> and </ans>.",
-        load_in_4bit=False,
+        load_in="16bit",
         fast_inference=False,
         gradient_checkpointing=False,
         max_prompt_length=128,
@@ -254,7 +254,7 @@ def main(arguments: list[str] | None = None) -> None:
     checks.check_config(config)
     checks.check_machine(config, gpu)
     checks.check_output_dir(Path(config.output_dir))
-    models.check_model(config.model, config.load_in_4bit)
+    models.check_model(config.model, config.load_in)
     if gpu and (plan := engine.memory_plan(config, gpu, config.model, gpu.free_gib())[1]):
         print("\n".join(budget.table(plan)), flush=True)
     origin = checkpoints.origin_of(config) if config.resume_from_checkpoint else None
@@ -341,7 +341,7 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
 
     # data: problems with prompts that fit, in the order of training
     console.doing = "loading the model"
-    name = models.resolve_model(config.model, config.load_in_4bit, gpu)
+    name = models.resolve_model(config.model, config.load_in, gpu)
     tokenizer = AutoTokenizer.from_pretrained(name)
     drawn = len(train_set)
     train_set = drop_long_prompts(train_set, tokenizer, config, "training", config.prompts_per_rollout, console)
@@ -357,7 +357,7 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     if config.fast_inference:
         meter.watch_engine()
     with engine.bounded_start(console, run, config.vllm_start_timeout) if config.fast_inference else contextlib.nullcontext():
-        model, tokenizer = load_model(config, gpu, name, plan)
+        model, tokenizer = load_model(config, gpu, name, shape, plan)
     meter.at("model")
     stop.raise_if_asked()
     model = attach_lora(config, model)
@@ -410,18 +410,18 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     console.say(run.memory(peak, phases))
 
 
-def load_model(config: Config, gpu, name: str, plan):
+def load_model(config: Config, gpu, name: str, shape, plan):
     """The frozen base and its tokenizer, with vLLM in this process where wanted, and no more of the card than is allowed."""
     import torch
     from unsloth import FastLanguageModel
 
     if gpu and config.vram_limit_gib:
         engine.hold_to(config.vram_limit_gib, plan)
-    with engine.set_up(config, plan, gpu) if config.fast_inference else contextlib.nullcontext({}) as vllm:
+    with engine.set_up(config, shape, plan, gpu) if config.fast_inference else contextlib.nullcontext({}) as vllm:
         model, tokenizer = FastLanguageModel.from_pretrained(
             model_name=name,
             max_seq_length=config.max_seq_length,
-            load_in_4bit=config.load_in_4bit,
+            load_in_4bit=config.load_in == "4bit",
             dtype=torch.bfloat16 if gpu else torch.float32,
             **vllm,
         )

@@ -21,7 +21,7 @@ import roofline
 import shapes
 import train as script
 from cards import CARDS, Card
-from checks import Refused, check_config
+from checks import Refused, check_config, check_precision
 from conftest import ROOT, readme_block
 from train import PRESETS, Config
 
@@ -69,7 +69,7 @@ def test_lora_has_the_published_parameters():
 
 def test_the_embedded_models_file_is_as_large_as_its_line():
     folder = models.embedded_folder()
-    size, _ = shapes.weights_of(shapes.shape_of(str(folder)), load_in_4bit=False)
+    size, _ = shapes.weights_of(shapes.shape_of(str(folder)), load_in="16bit")
     assert size == pytest.approx((folder / "model.safetensors").stat().st_size, rel=1e-3)
     assert with_values(shapes.shape_of(str(folder)), name="SmolLM2-135M") == SMOLLM2
 
@@ -115,15 +115,15 @@ def test_what_a_checkpoint_keeps_in_16_bits(kept, in_16_bits, config_json):
     shape = config_json(quantization_config={**NESTED, "llm_int8_skip_modules": kept})
     assert shape.kept_parameters() == in_16_bits
     quantized = 36 * ONE_LAYER - in_16_bits
-    for in_4bit in (True, False):  # a quantized checkpoint stays what it is
-        size, _ = shapes.weights_of(shape, in_4bit)
+    for load_in in ("4bit", "16bit"):  # a quantized checkpoint stays what it is
+        size, _ = shapes.weights_of(shape, load_in)
         assert size == pytest.approx(NF4 * quantized + 2 * (4_022_468_096 - quantized), abs=1)
 
 
 def test_fp8_checkpoints_have_a_scale_for_each_block(config_json):
     shape = config_json(quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
     rest = 4_022_468_096 - 36 * ONE_LAYER
-    assert shapes.weights_of(shape, False)[0] == pytest.approx(36 * ONE_LAYER * (1 + 4 / 128**2) + 2 * rest, abs=1)
+    assert shapes.weights_of(shape, "16bit")[0] == pytest.approx(36 * ONE_LAYER * (1 + 4 / 128**2) + 2 * rest, abs=1)
 
 
 def test_what_a_config_json_leaves_out_is_what_transformers_takes(config_json):
@@ -158,10 +158,83 @@ def test_computed_lines_by_hand():
         "weights", "lora", "gradients", "optimizer", "kv_cache"}  # fmt: skip
 
 
+LINEAR, REST = 3_633_315_840, 389_152_256  # Qwen3-4B's parameters in linear layers, and in embedding and norms
+ROWS = 36 * (4096 + 1024 + 1024 + 2560 + 9728 + 9728 + 2560)  # the outputs of its linear layers
+
+
+def test_weights_in_each_precision_by_hand():
+    assert LINEAR == 36 * ONE_LAYER and LINEAR + REST == 4_022_468_096 and ROWS == 1_105_920
+    by_hand = {
+        "4bit": LINEAR // 2 + LINEAR // 64 + 4 * LINEAR // (64 * 256) + 2 * REST,
+        "fp8": LINEAR + 4 * ROWS + 2 * REST,
+        "16bit": 2 * LINEAR + 2 * REST,
+    }
+    assert by_hand == {"4bit": 2_652_620_032, "fp8": 4_416_044_032, "16bit": 8_044_936_192}
+    for load_in, size in by_hand.items():
+        config = with_values(QWEN, load_in=load_in)
+        assert shapes.weights_of(QWEN3_4B, load_in)[0] == size
+        assert budget.plan(config, QWEN3_4B, 15.46)["weights"].gib * GIB == size
+        # all of them are read with each token, and the adapter
+        assert roofline.token_step_bytes(config, QWEN3_4B, 0, 0) == size + 2 * 33_030_144
+
+
+HOPPER, ADA, AMPERE = (9, 0), (8, 9), (8, 6)
+IN_16_BITS = with_values(QWEN, load_in="16bit")
+
+
+@pytest.mark.parametrize(
+    ("config", "usable", "capability", "change", "offered"),
+    [
+        (IN_16_BITS, 11.5, HOPPER, {"load_in": "fp8"}, True),
+        (IN_16_BITS, 11.5, ADA, {"load_in": "fp8"}, False),
+        (IN_16_BITS, 11.5, None, {"load_in": "fp8"}, False),
+        (IN_16_BITS, 11.5, ADA, {"load_in": "4bit"}, True),
+        (with_values(QWEN, load_in="fp8"), 9.5, HOPPER, {"load_in": "4bit"}, True),
+    ],
+)  # fmt: skip
+def test_8_bits_are_offered_where_the_card_has_them_and_the_plan_fits_then(config, usable, capability, change, offered):
+    found = budget.nearest(config, QWEN3_4B, usable, usable, capability)
+    assert (change in found) == offered, found
+    for other in found:
+        assert budget.works(with_values(config, **other), QWEN3_4B, usable, usable), other
+
+
+@pytest.mark.parametrize(
+    ("changes", "quantized", "capability", "says"),
+    [
+        ({"load_in": "fp8"}, None, HOPPER, None),
+        ({"load_in": "fp8"}, None, ADA, "--load-in fp8 on a card: compute capability 8.9, and quantizing as it loads needs 9.0 "
+         "(H100, RTX 50 series or newer); --load-in 4bit; or a --model that is in fp8 already"),
+        ({"load_in": "fp8"}, None, AMPERE, "needs 9.0 (H100, RTX 50 series or newer); --load-in 4bit"),
+        ({"load_in": "fp8"}, "fp8", ADA, None),
+        ({"load_in": "16bit"}, "fp8", AMPERE, "compute capability 8.6, and its weights in fp8 need 8.9"),
+        ({"load_in": "16bit", "fast_inference": False}, "fp8", AMPERE, None),
+        ({"load_in": "4bit"}, "fp8", AMPERE, None),  # a name on the hub: Unsloth has a copy in 4 bits
+        ({"load_in": "fp8"}, "bitsandbytes", HOPPER, "--load-in fp8: unsloth/Qwen3-4B is in 4 bits already; --load-in 4bit"),
+    ],
+)  # fmt: skip
+def test_8_bits_are_refused_where_card_or_checkpoint_have_none(changes, quantized, capability, says):
+    config, shape = with_values(QWEN, **changes), with_values(QWEN3_4B, quantized=quantized)
+    if says is None:
+        return check_precision(config, shape, "a card", capability)
+    with pytest.raises(Refused) as refusal:
+        check_precision(config, shape, "a card", capability)
+    assert says in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_folder_in_fp8_is_not_loaded_in_4_bits(config_json, tmp_path):
+    shape = config_json(quantization_config={"quant_method": "fp8"})
+    config = with_values(QWEN, model=str(tmp_path))
+    with pytest.raises(Refused, match="is in fp8 already, and vLLM takes it so; --load-in fp8"):
+        check_precision(config, shape, "a card", HOPPER)
+    for load_in in ("fp8", "16bit"):
+        check_precision(with_values(config, load_in=load_in), shape, "a card", HOPPER)
+
+
 @pytest.mark.parametrize(
     ("changes", "key", "size"),
     [
-        ({"load_in_4bit": False}, "weights", 2 * 4_022_468_096),
+        ({"load_in": "16bit"}, "weights", 2 * 4_022_468_096),
         ({"optim": "adamw_torch_fused"}, "optimizer", 8 * 33_030_144),
         ({"optim": "paged_adamw_8bit"}, "optimizer", 2 * 33_030_144 * (1 + 4 / 256)),
         ({"optim": "sgd"}, "optimizer", 0),
@@ -269,7 +342,7 @@ def test_what_was_measured_tells_a_coefficient_that_is_off_by_a_fifth(name, line
 
 SITUATIONS = {
     "a small card": (QWEN, "qwen3-4b", 7.5, None),
-    "in 16 bits": (with_values(QWEN, load_in_4bit=False), "qwen3-4b", 10.5, None),
+    "in 16 bits": (with_values(QWEN, load_in="16bit"), "qwen3-4b", 10.5, None),
     "a large model": (QWEN, "qwen3-8b", 11.63, None),
     "a limit on a large card": (with_values(QWEN, vram_limit_gib=7.5, max_completion_length=1024), "qwen3-4b", 7.5, 139.8),
     "a share by hand": (with_values(QWEN, gpu_memory_utilization=0.9), "qwen3-4b", 15.0, 15.46),
@@ -316,7 +389,7 @@ def test_nearest_fits_and_one_more_does_not(situation):
                 else:
                     continue
             case _:
-                assert change in ({"load_in_4bit": True}, {"gradient_checkpointing": True})
+                assert change in ({"load_in": "4bit"}, {"gradient_checkpointing": True})
                 continue
         assert not budget.works(with_values(config, **more), shape, usable, card), more
 
@@ -324,7 +397,7 @@ def test_nearest_fits_and_one_more_does_not(situation):
 def test_nearest_offers_every_kind_of_change():
     offered = {key for config, name, usable, card in SITUATIONS.values()
                for change in budget.nearest(config, shapes.SHAPES[name], usable, card) for key in change}  # fmt: skip
-    assert offered == {"kv_cache_gib", "gpu_memory_utilization", "max_completion_length", "num_generations", "load_in_4bit",
+    assert offered == {"kv_cache_gib", "gpu_memory_utilization", "max_completion_length", "num_generations", "load_in",
                        "eval_problems",
                        "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"}  # fmt: skip
 
@@ -353,7 +426,7 @@ def test_what_the_headroom_buys_can_be_had_with_the_flags_that_say_so(arguments)
     ("config", "name", "usable", "card"),
     [
         (QWEN, "qwen3-4b", 15.46, None),
-        (with_values(QWEN, load_in_4bit=False), "qwen3-4b", 23.51, None),
+        (with_values(QWEN, load_in="16bit"), "qwen3-4b", 23.51, None),
         (with_values(QWEN, gpu_memory_utilization=0.5), "qwen3-4b", 23.51, None),
         (with_values(QWEN, fast_inference=False, eval_problems=8), "qwen3-8b", 15.46, None),
         (with_values(QWEN, gradient_checkpointing=False, max_completion_length=256), "qwen3-4b", 23.51, None),
@@ -398,9 +471,9 @@ def test_room_is_used_up_to_the_last_completion(config, name, usable, card):
                                            "--gpu-memory-utilization 0.74 (now 0.9)"]),
         ({"max_completion_length": 8192}, ["the largest line is activations, 1", "Nearest that fits, one at a time: ",
                                            "--max-completion-length 3", "--num-generations 3 (now 8) --per-device"]),
-        ({"load_in_4bit": False, "kv_cache_gib": 8.0}, ["KV cache, 8.0", "--kv-cache-gib 3.", "; --load-in-4bit"]),
+        ({"load_in": "16bit", "kv_cache_gib": 8.0}, ["KV cache, 8.0", "--kv-cache-gib 3.", "; --load-in 4bit (now 16bit)"]),
         ({"gradient_checkpointing": False}, ["activations, ", "--gradient-checkpointing"]),
-        ({"lora_r": 512, "optim": "adamw_torch", "load_in_4bit": False}, ["none, but a smaller --model"]),
+        ({"lora_r": 512, "optim": "adamw_torch", "load_in": "16bit"}, ["none, but a smaller --model"]),
     ],
 )  # fmt: skip
 def test_refusals_name_the_value_and_what_fits(changes, words):
@@ -544,6 +617,9 @@ GOOD = {"model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "intermedi
         ("--target-modules q_proj embed", None, ["--target-modules embed", "q_proj k_proj"]),
         ("--num-generations 5", None, ["--num-generations", "nearest batch sizes: 5 or 10"]),
         ("--no-such-flag 1", None, ["--no-such-flag", "--help lists all"]),
+        ("--load-in 8bit", None, ["'8bit'", "--load-in", "'fp8'"]),
+        ("--card rtx-4090 --load-in fp8", None, ["--load-in fp8 on rtx-4090: compute capability 8.9", "--load-in 4bit"]),
+        ("--load-in fp8 --no-fast-inference", None, ["--load-in fp8: vLLM makes these weights", "--load-in 4bit or 16bit"]),
     ],
 )  # fmt: skip
 def test_what_cannot_be_planned_is_refused_in_one_line(arguments, content, words, tmp_path):
@@ -593,6 +669,18 @@ def test_a_run_prints_its_plan_first(before_a_run, qwen3_4b):
     assert " of 139.00 GiB: " in lines[-1]
 
 
+def test_a_run_in_8_bits_is_planned_so_and_a_card_without_them_is_refused(before_a_run, qwen3_4b, monkeypatch):
+    lines, end = before_a_run("--model", qwen3_4b, "--load-in", "fp8")
+    assert str(end) == "enough"
+    assert "3.63 B in 8 bits with a scale a row, 0.39 B in 16 bits" in lines[1]
+    lines, end = before_a_run("--model", qwen3_4b, "--load-in", "16bit", "--vram-limit-gib", 11.5)
+    assert "--load-in fp8 (now 16bit); --load-in 4bit (now 16bit)" in str(end)
+    ada = gpu.Gpu("GPU-0", "0", "NVIDIA L40S", "580.65.06", 44.4, ADA)
+    monkeypatch.setattr(script, "find_gpu", lambda: (ada, "NVIDIA L40S with 44 GiB is visible"))
+    lines, end = before_a_run("--model", qwen3_4b, "--load-in", "fp8")
+    assert isinstance(end, Refused) and "--load-in fp8 on NVIDIA L40S: compute capability 8.9" in str(end)
+
+
 def test_a_run_under_a_limit_is_planned_for_it(before_a_run):
     lines, end = before_a_run("--preset", "smollm2", "--vram-limit-gib", 10)
     assert str(end) == "enough" and " of 10.00 GiB: " in lines[-1]
@@ -630,10 +718,10 @@ def test_a_copy_in_the_hubs_cache_is_what_the_plan_reads(copy, before_a_run, qwe
     assert str(end) == "enough"
     quantized = 36 * ONE_LAYER - MLP
     assert f"{quantized / 1e9:.2f} B in 4 bits" in lines[1] and "3.56 B" in lines[1]
-    assert models.shape_source("unsloth/Qwen3-4B", False) == (
+    assert models.shape_source("unsloth/Qwen3-4B", "16bit") == (
         str(folder / "snapshots" / commit / "config.json") if copy == "unsloth/Qwen3-4B" else "unsloth/Qwen3-4B"
     )
-    assert models.shape_source("unsloth/Qwen3-8B", True) == "unsloth/Qwen3-8B"
+    assert models.shape_source("unsloth/Qwen3-8B", "4bit") == "unsloth/Qwen3-8B"
 
 
 def test_the_readmes_commands_are_answered(tmp_path):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
+import checkpoints
 import checks
 import command_line
 from checks import Refused, check_gpu
@@ -72,6 +73,9 @@ def test_help_is_quick_and_names_the_knobs(tmp_path):
         ("--vram-limit-gib 15", ["--vram-limit-gib 15", "no GPU"]),
         ("--gpu-memory-utilization 0.5", ["--gpu-memory-utilization 0.5", "--fast-inference"]),
         ("--vllm-importance-sampling-correction", ["--vllm-importance-sampling-correction", "--fast-inference"]),
+        ("--load-in fp8", ["--load-in fp8", "--fast-inference on a GPU", "--load-in 4bit or 16bit"]),
+        ("--load-in-4bit", ["--load-in-4bit: it is --load-in 4bit now", "4bit, fp8 and 16bit"]),
+        ("--no_load_in_4bit --max-steps 3", ["--no_load_in_4bit: it is --load-in 16bit now"]),
         ("--model nowhere", ["--model nowhere", "no such folder", "smollm2-135m-instruct"]),
         ("--model ./nowhere", ["--model ./nowhere", "no such folder"]),
         ("--model .", ["--model .", "no config.json"]),
@@ -256,9 +260,9 @@ def test_engine_holds_weights_adapter_and_cache(qwen3_4b):
 
     # vLLM's slot also has room for embedding, head and logits; its activations and what it holds itself are estimated
     slot = (33.03e6 + 16 * 3 * (151936 + 2560)) * 2 / 2**30
-    total, without_cache = held(load_in_4bit=False)
+    total, without_cache = held(load_in="16bit")
     assert without_cache - 4.0224e9 * 2 / 2**30 - slot == pytest.approx(0.3, abs=0.05)
-    assert held(load_in_4bit=False, kv_cache_gib=3.75)[0] == pytest.approx(total + 1.25)
+    assert held(load_in="16bit", kv_cache_gib=3.75)[0] == pytest.approx(total + 1.25)
     nf4 = 1 / 2 + 1 / 64 + 4 / (64 * 256)
     in_4bit = held()[1]
     assert without_cache - in_4bit == pytest.approx(3.6333e9 * (2 - nf4) / 2**30, rel=1e-3)
@@ -273,9 +277,9 @@ def test_share_is_of_what_is_free_and_leaves_room_for_training(qwen3_4b):
     config = PRESETS["qwen3-4b"]
 
     def share(config, gpu, free, free_later):
-        plan = memory_plan(config, gpu, str(qwen3_4b), free)[1]
+        shape, plan = memory_plan(config, gpu, str(qwen3_4b), free)
         assert plan.total_gib > plan.share_gib + plan["activations"].gib
-        return vllm_arguments(config, plan, gpu, free_later), plan.share_gib
+        return vllm_arguments(config, shape, plan, gpu, free_later), plan.share_gib
 
     arguments, engine = share(config, card(), 15.2, 14.6)
     assert arguments["gpu_memory_utilization"] == pytest.approx(engine / 14.6)
@@ -348,6 +352,45 @@ def test_an_engine_cut_to_shorter_sequences_is_refused(length):
         check_engine(engine, PRESETS["qwen3-4b"])
 
 
+@pytest.mark.parametrize(
+    ("load_in", "quantized", "expected"),
+    [
+        ("4bit", None, {}),
+        ("16bit", None, {}),
+        ("fp8", None, {"load_in_fp8": True, "use_exact_model_name": True}),
+        ("fp8", "fp8", {}),  # asked for 8 bits again, vLLM would refuse
+    ],
+)
+def test_a_16_bit_checkpoint_is_quantized_as_it_loads(load_in, quantized, expected, qwen3_4b, monkeypatch):
+    """Unsloth's loader is asked for it, and its estimate told of it, in the words that it uses itself."""
+
+    def estimate(config, load_in_4bit=False, load_in_8bit=False):
+        return 8 if load_in_8bit else 16
+
+    zoo = SimpleNamespace(vllm_weights_memory_usage=estimate)
+    monkeypatch.setitem(sys.modules, "unsloth_zoo", SimpleNamespace(vllm_utils=zoo))
+    monkeypatch.setitem(sys.modules, "unsloth_zoo.vllm_utils", zoo)
+    config = dataclasses.replace(PRESETS["qwen3-4b"], load_in=load_in)
+    shape, plan = memory_plan(config, card(), str(qwen3_4b), 15.2)
+    shape = dataclasses.replace(shape, quantized=quantized)
+    arguments = vllm_arguments(config, shape, plan, card(), 14.6)
+    assert {name: value for name, value in arguments.items() if name in ("load_in_fp8", "use_exact_model_name")} == expected
+    assert zoo.vllm_weights_memory_usage({}, load_in_4bit=False, load_in_8bit=False) == (8 if expected else 16)
+
+
+@pytest.mark.parametrize(("before", "load_in"), [(True, "4bit"), (False, "16bit")])
+def test_a_checkpoint_of_before_load_in_says_what_it_was(before, load_in, tmp_path):
+    config = dataclasses.asdict(PRESETS["qwen3-4b"])
+    del config["load_in"]
+    (tmp_path / "lab.json").write_text(json.dumps({"config": {**config, "load_in_4bit": before}}))
+    resumed = checkpoints.config_of(tmp_path, PRESETS["smollm2"])
+    assert resumed == dataclasses.replace(PRESETS["qwen3-4b"], load_in=load_in)
+    origin = {**checkpoints.read_facts(tmp_path), "step": 0, "task_file": None}
+    assert checkpoints.changes(origin, dataclasses.asdict(resumed), None) == []
+    with pytest.raises(Refused, match=f"--load-in fp8: the checkpoint is of {load_in}; leave it away"):
+        checkpoints.changes(origin, dataclasses.asdict(dataclasses.replace(resumed, load_in="fp8")), None)
+
+
 def read_config(arguments, gpu):
     return command_line.parse(Config, PRESETS, arguments, gpu)
 
@@ -357,7 +400,7 @@ def test_preset_follows_the_card_and_the_word():
     assert read_config(["--preset=smollm2"], card()).fast_inference is True
     assert read_config(["--preset", "smollm2"], None).fast_inference is False
     assert read_config(["--preset", "smollm2", "--no-fast-inference"], card()).fast_inference is False
-    assert read_config(["--preset", "qwen3-4b", "--no-load-in-4bit"], card()).load_in_4bit is False
+    assert read_config(["--preset", "qwen3-4b", "--load-in", "16bit"], card()).load_in == "16bit"
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,22 @@ def test_vllm_samples_from_the_updated_adapter(tmp_path):
 
 
 @pytest.mark.usefixtures("empty_card")
+def test_8_bits_take_what_is_planned_and_sample_near_the_trainer(tmp_path):
+    if find_gpu()[0].compute_capability < (9, 0):
+        pytest.skip("fp8 is made as it loads from compute capability 9.0 on")
+    code, said = script(tmp_path, "--load-in", "fp8", "--vllm-importance-sampling-correction", "--vram-limit-gib", 10,
+                        "--max-steps", 8, "--eval-problems", 0)  # fmt: skip
+    assert code == 0, said
+    client, run = latest(tmp_path)
+    metrics = run.data.metrics
+    for line in ("weights", "lora", "gradients"):
+        assert metrics[f"vram/{line}_gib"] == pytest.approx(metrics[f"vram_predicted/{line}_gib"], rel=0.03), line
+    assert metrics["adapter_largest_b"] > 1e-4
+    differences = client.get_metric_history(run.info.run_id, "sampling/sampling_logp_difference/mean")
+    assert statistics.mean(m.value for m in differences) < 0.2
+
+
+@pytest.mark.usefixtures("empty_card")
 def test_sigterm_in_the_midst_of_generating_and_going_on(tmp_path):
     """The vLLM engine finishes what it generates; the resumed run samples from the adapter of the checkpoint."""
     task = Path(__file__).with_name("faulty_task.py")

@@ -5,6 +5,8 @@ import dataclasses
 import importlib
 import importlib.metadata
 import math
+import os
+import types
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,17 @@ from train import PRESETS, grpo_arguments
     ("package", "file", "text"),
     [
         ("unsloth", "models/loader_utils.py", "def get_model_name(\n    model_name,\n    load_in_4bit = True,"),  # models.py
+        ("unsloth", "models/loader_utils.py", "and torch.cuda.get_device_capability() >= (9, 0)"),  # checks.py, check_precision
+        ("unsloth", "models/_utils.py", 'quant_method == "fp8" and major_version * 10 + minor_version < 89:'),
+        ("unsloth", "models/loader.py", "\n        load_in_fp8 = False,  # fp8 LoRA"),  # engine.py, quantized_on_loading
+        ("unsloth", "models/loader.py", "\n        use_exact_model_name = False,"),
+        ("unsloth_zoo", "vllm_utils.py", "def vllm_weights_memory_usage(config, load_in_4bit = False, load_in_8bit = False):"),
+        ("unsloth_zoo", "vllm_utils.py", "weight_bytes = vllm_weights_memory_usage(\n            config, load_in_4bit = "
+         "use_bitsandbytes, load_in_8bit = is_fp8,\n"),
+        ("unsloth_zoo", "vllm_utils.py", '{"row": "fp8_per_channel", "block": "fp8_per_block"}'),  # shapes.py, weights_of
+        ("vllm", "model_executor/layers/quantization/__init__.py", '"fp8_per_channel"'),
+        ("vllm", "model_executor/layers/quantization/online/base.py", "        if isinstance(layer, LinearBase):"),
+        ("vllm", "_custom_ops.py", "scale = torch.empty((shape[0], 1), device=input.device, dtype=torch.float32)"),
         ("unsloth_zoo", "rl_replacements.py", "batch_size = math.ceil(total_samples / B)"),  # train.py, the mini batch
         ("mlflow", "store/db/utils.py", "if attempts < MAX_RETRY_COUNT:"),  # record.py, impatience
         ("vllm", "config/cache.py", "\n    gpu_memory_utilization: float"),  # record.py, engine_figures
@@ -44,7 +57,7 @@ from train import PRESETS, grpo_arguments
         ("unsloth_zoo", "fused_losses/fused_linear.py", "_SMALL_CARD_BYTES = 24.5 * 1024**3"),
         ("bitsandbytes", "optim/optimizer.py", "            blocksize = 256\n"),  # budget.py, optimizer_bytes
     ],
-)
+)  # fmt: skip
 def test_the_library_is_as_it_was_read(package, file, text):
     assert text in source(package, file)
 
@@ -98,6 +111,29 @@ def test_logits_are_planned_in_the_chunks_that_unsloth_makes(hidden, vocabulary)
         config = dataclasses.replace(PRESETS["qwen3-4b"], per_device_train_batch_size=1, max_completion_length=tokens)
         rows = names["fused_linear_rows"](tokens, hidden, vocabulary)
         assert budget.logits_bytes(config, shape, 139.8)[0] == 4 * rows * vocabulary + 4 * tokens * hidden
+
+
+@pytest.mark.parametrize("load_in", ["4bit", "fp8", "16bit"])
+def test_the_longest_sequence_is_planned_as_unsloth_estimates_it(load_in):
+    """By the library's own functions, cut out of their file; there fp8 is what engine.py has it take for an fp8 checkpoint."""
+    tree = ast.parse(source("unsloth_zoo", "vllm_utils.py"))
+    wanted = ("approximate_vllm_memory_usage", "_config_get", "_kv_cache_elements_per_token", "_kv_cache_tokens")
+    functions = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name in wanted]
+    names = {"os": os, "get_mem_info": lambda: (40 * 2**30, 80 * 2**30)}
+    exec(compile(ast.Module(functions, []), "vllm_utils.py", "exec"), names)
+    shape = shapes.SHAPES["qwen3-4b"]
+    model = types.SimpleNamespace(
+        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate, tie_word_embeddings=True,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim, max_position_embeddings=shape.context,
+    )  # fmt: skip
+    config = dataclasses.replace(PRESETS["qwen3-4b"], load_in=load_in)
+    for share in (0.2, 0.25, 0.3):
+        tokens = names["approximate_vllm_memory_usage"](
+            model, load_in_4bit=load_in == "4bit", load_in_8bit=load_in == "fp8", max_seq_length=1024, max_lora_rank=16,
+            gpu_memory_utilization=share,
+        )[0]  # fmt: skip
+        assert abs(budget.unsloths_longest(config, shape, share * 40 * 2**30) - tokens) <= 256
 
 
 def test_a_pass_holds_one_completion_however_large_the_batch(tmp_path):
