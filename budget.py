@@ -92,15 +92,16 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
     state, of_state = optimizer_bytes(config.optim, lora)
     profile = profile_bytes(shape, sequences) if vllm else 0
     around_cache = weights + slots + profile + VLLM_ITSELF
+    kv_bytes = shape.kv_bytes(config.kv_cache_dtype)
     if vllm and config.gpu_memory_utilization:
         kv = max(config.gpu_memory_utilization * share_of_gib * GIB - around_cache, 0)
     elif vllm:
         kv = config.kv_cache_gib * GIB
     else:
         rows = max(config.rollout_batch, min(config.eval_problems, EVALUATED_AT_ONCE))
-        kv = rows * config.max_seq_length * shape.kv_bytes
-    kv_tokens = int(kv / shape.kv_bytes) // 16 * 16
-    of_kv = f"{kv_tokens:,} tokens of {shape.kv_bytes:,} bytes: {kv_tokens // config.max_seq_length} sequences of full length"
+        kv = rows * config.max_seq_length * kv_bytes
+    kv_tokens = int(kv / kv_bytes) // 16 * 16
+    of_kv = f"{kv_tokens:,} tokens of {kv_bytes:,} bytes: {kv_tokens // config.max_seq_length} sequences of full length"
     longest = min(kv_tokens, unsloths_longest(config, shape, around_cache + kv)) if vllm else kv_tokens
 
     # a training pass. With checkpointing the logits are gone when its backward half is at its peak; without, they come on
@@ -155,15 +156,16 @@ def seats(config) -> int:
 def unsloths_longest(config, shape: Shape, share: float) -> int:
     """Tokens to which Unsloth cuts vLLM's sequences, by its own estimate of what a share (bytes) leaves for the cache.
 
-    unsloth_zoo 2026.10.9, vllm_utils.py, approximate_vllm_memory_usage: 5 bits for a weight in 4, 10 for one in 8 (engine.py
-    has it count fp8 so), at least 0.15 GiB for graphs, whole 256 tokens.
+    unsloth_zoo 2026.10.9, vllm_utils.py, approximate_vllm_memory_usage: 5 bits for a weight in 4, 10 for a weight or a cache's
+    element in 8 (engine.py has it count fp8 so), at least 0.15 GiB for graphs, whole 256 tokens.
     """
     kind = shape.on_card(config.load_in)
     quantized = 0 if kind == "16bit" else shape.linear_parameters - shape.kept_parameters()
     weights = quantized * (5 / 8 if kind == "4bit" else 10 / 8) + 2 * (shape.parameters - quantized)
+    kv_bytes = shape.kv_bytes(config.kv_cache_dtype) * (10 / 8 if config.kv_cache_dtype == "fp8" else 1)
     weights += 2 * shape.lora_parameters(config.lora_r)
     graphs = min(max(172 * 4 * shape.hidden * shape.layers, 0.15 * GIB), GIB)
-    return max(int(0.95 * (share - weights - graphs) / shape.kv_bytes), 0) // 256 * 256
+    return max(int(0.95 * (share - weights - graphs) / kv_bytes), 0) // 256 * 256
 
 
 def slot_bytes(shape: Shape, r: int) -> int:
@@ -331,7 +333,10 @@ def nearest(config, shape: Shape, usable_gib: float, card_gib: float | None = No
     changes += [{"max_completion_length": length}] if length else []
     group = largest_that(lambda n: fits(group_of(config, n)), 2, config.num_generations - 1)
     changes += [group_of(config, group)] if group else []
-    simple = []
+    caches = [{"kv_cache_dtype": "fp8"}]  # for more tokens, or for as many in half of it
+    if not config.gpu_memory_utilization:
+        caches += [{"kv_cache_dtype": "fp8", "kv_cache_gib": math.ceil(50 * config.kv_cache_gib) / 100}]
+    simple = [change for change in caches if config.kv_cache_dtype == "auto" and has_8_bits(change)]
     if shape.quantized is None:
         simple += [{"load_in": "fp8"}] * (config.load_in == "16bit" and has_8_bits({"load_in": "fp8"}))
         simple += [{"load_in": "4bit"}] * (config.load_in != "4bit")
@@ -357,8 +362,10 @@ def room_for(config, shape: Shape, usable_gib: float, card_gib: float | None = N
     With a larger cache where the present one lets all completions of a rollout decode at once, and would not any more.
     """
 
+    kv_bytes = shape.kv_bytes(config.kv_cache_dtype)
+
     def cache_for_all(config) -> float:
-        return math.ceil(100 * config.rollout_batch * config.max_seq_length * shape.kv_bytes / GIB) / 100
+        return math.ceil(100 * config.rollout_batch * config.max_seq_length * kv_bytes / GIB) / 100
 
     grows = config.fast_inference and not config.gpu_memory_utilization and cache_for_all(config) <= config.kv_cache_gib
 

@@ -17,7 +17,8 @@ from pathlib import Path
 MIN_DRIVER = 580
 # Bfloat16 arithmetic came with Ampere.
 MIN_COMPUTE_CAPABILITY = (8, 0)
-# Arithmetic in 8 bits came with Ada. To quantize a 16-bit checkpoint as it loads Unsloth wants Hopper or newer.
+# Arithmetic in 8 bits came with Ada, and vLLM's Triton kernel for an 8-bit cache needs it; FlashInfer's might do with less, but
+# is compiled on the spot with nvcc. To quantize a 16-bit checkpoint as it loads Unsloth wants Hopper or newer.
 FP8_COMPUTE_CAPABILITY = (8, 9)
 FP8_ON_LOADING_COMPUTE_CAPABILITY = (9, 0)
 # The linear layers of the models that the lab knows, which can have a LoRA.
@@ -67,6 +68,8 @@ def check_config(config) -> None:
         for name in ("vllm_importance_sampling_correction", "gpu_memory_utilization", "vllm_enable_sleep_mode"):
             if getattr(config, name):
                 raise Refused(f"{flag(name)} {getattr(config, name)}: it is about vLLM; add --fast-inference or leave it away")
+        if config.kv_cache_dtype != "auto":
+            raise Refused(f"--kv-cache-dtype {config.kv_cache_dtype}: it is about vLLM; add --fast-inference or leave it away")
         if config.load_in == "fp8":
             raise Refused("--load-in fp8: vLLM makes these weights; add --fast-inference on a GPU, or --load-in 4bit or 16bit")
     unknown = [name for name in config.target_modules if name not in PROJECTIONS]
@@ -130,10 +133,10 @@ def check_gpu(config, gpu) -> None:
 
 
 def check_precision(config, shape, card: str, capability: tuple[int, int] | None) -> None:
-    """Refuse weights in bits that the card has no arithmetic for, or other ones than the checkpoint's.
+    """Refuse weights and a cache in bits that the card has no arithmetic for, or other ones than the checkpoint's.
 
     `shape` is shapes.Shape or None, `capability` the card's, or None where it is not known. The rules are Unsloth's
-    2026.10.9 (models/loader_utils.py, models/_utils.py).
+    2026.10.9 (models/loader_utils.py, models/_utils.py) and vLLM's 0.26.0 (v1/attention/backends).
     """
     kind, ready = (shape.on_card(config.load_in), shape.quantized) if shape else (config.load_in, None)
     if config.load_in == "fp8" and ready == "bitsandbytes":
@@ -150,6 +153,9 @@ def check_precision(config, shape, card: str, capability: tuple[int, int] | None
         if capability < FP8_COMPUTE_CAPABILITY:
             why = f"compute capability {have}, and its weights in fp8 need 8.9 (RTX 40 series or newer)"
             raise Refused(f"--model {config.model} on {card}: {why}; a --model in 16 bits works with --load-in 4bit")
+    if config.kv_cache_dtype == "fp8" and capability and capability < FP8_COMPUTE_CAPABILITY:
+        why = f"compute capability {have}, and vLLM's kernels for it need 8.9 (RTX 40 series or newer)"
+        raise Refused(f"--kv-cache-dtype fp8 on {card}: {why}; --kv-cache-dtype auto")
 
 
 def check_limit(config, card_gib: float) -> None:

@@ -87,6 +87,7 @@ def vllm_arguments(config, shape: shapes.Shape | None, plan: budget.Plan | None,
         "gpu_memory_utilization": min(share_gib / free_gib, 1.0),
         "max_num_seqs": budget.seats(config),
         "max_num_batched_tokens": max(budget.PREFILL_TOKENS, budget.seats(config)),
+        "float8_kv_cache": config.kv_cache_dtype == "fp8",
         **(quantized_on_loading() if config.load_in == "fp8" and not (shape and shape.quantized) else {}),
     }
 

@@ -228,7 +228,7 @@ def knobs(config, names: str, memory: Memory | None, on_card: bool = True) -> li
     batch, steps, passes = config.per_device_train_batch_size, config.gradient_accumulation_steps, config.steps_per_generation
     part = next((n for n in range(2, batch + 1) if batch % n == 0), 1)
     vllm, limit = on_card and config.fast_inference, config.vram_limit_gib
-    about_vllm = {"gpu_memory_utilization": None, "vllm_importance_sampling_correction": False}
+    about_vllm = {"gpu_memory_utilization": None, "vllm_importance_sampling_correction": False, "kv_cache_dtype": "auto"}
     about_vllm |= {"load_in": "4bit"} if config.load_in == "fp8" else {}
     changes = {
         "cache": vllm and smaller_cache(config, memory),

@@ -12,7 +12,8 @@ def token_step_bytes(config, shape: Shape, sequences: int, context: float) -> fl
     embedding = 2 * shape.head_parameters * (1 if shape.tied else 2)  # read as the head once; an untied one is looked up in
     plain_scales = config.fast_inference and config.lean_decode
     weights = weights_of(shape, config.load_in, plain_scales)[0] - embedding + 2 * shape.head_parameters
-    return weights + 2 * shape.lora_parameters(config.lora_r, config.target_modules) + sequences * context * shape.kv_bytes
+    cache = sequences * context * shape.kv_bytes(config.kv_cache_dtype)
+    return weights + 2 * shape.lora_parameters(config.lora_r, config.target_modules) + cache
 
 
 def ceiling(config, shape: Shape, bandwidth_gbps: float, sequences: int, context: float) -> float:
@@ -53,6 +54,6 @@ def step_floor(config, shape: Shape, card: Card, kv_tokens: int) -> tuple[float,
     length = config.max_prompt_length + config.max_completion_length / 2
     read = config.rollout_batch * config.max_completion_length * length  # token positions, over all token steps
     steps = max(config.max_completion_length, read / max(kv_tokens, 1))
-    size = steps * token_step_bytes(config, shape, 0, 0) + read * shape.kv_bytes
+    size = steps * token_step_bytes(config, shape, 0, 0) + read * shape.kv_bytes(config.kv_cache_dtype)
     training = training_flops(config, shape) / (card.bf16_tflops * 1e12) if card.bf16_tflops else None
     return size / (card.bandwidth_gbps * 1e9) / config.steps_per_rollout, training

@@ -66,10 +66,9 @@ class Shape:
     def parameters(self) -> int:
         return self.linear_parameters + self.other_parameters
 
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes of KV cache for one token: keys and values of all layers in 16 bits."""
-        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+    def kv_bytes(self, kv_cache_dtype: str = "auto") -> int:
+        """Bytes of KV cache for one token: keys and values of all layers in 16 bits, or in 8."""
+        return (1 if kv_cache_dtype == "fp8" else 2) * 2 * self.layers * self.kv_heads * self.head_dim
 
     def on_card(self, load_in: str) -> str:
         """What the linear layers are on the card, 4bit, fp8 or 16bit: as the checkpoint is, or else as asked for."""

@@ -178,6 +178,18 @@ def test_weights_in_each_precision_by_hand():
         assert roofline.token_step_bytes(config, QWEN3_4B, 0, 0) == size + 2 * 33_030_144
 
 
+def test_a_cache_in_8_bits_holds_twice_the_tokens():
+    in_8_bits = with_values(QWEN, kv_cache_dtype="fp8")
+    plan, wide = budget.plan(in_8_bits, QWEN3_4B, 15.46), budget.plan(QWEN, QWEN3_4B, 15.46)
+    assert plan.kv_tokens == int(2.5 * GIB / 73_728) // 16 * 16 == 36_400
+    assert plan["kv_cache"].formula == "36,400 tokens of 73,728 bytes: 35 sequences of full length"
+    assert plan.total_gib == wide.total_gib
+    read = [roofline.token_step_bytes(config, QWEN3_4B, 8, 640) for config in (QWEN, in_8_bits)]
+    assert read[0] - read[1] == 8 * 640 * 73_728
+    floors = [roofline.step_floor(c, QWEN3_4B, CARDS["rtx-5080"], 10**6)[0] for c in (QWEN, in_8_bits)]
+    assert floors[0] - floors[1] == pytest.approx(8 * 768 * 640 * 73_728 / 960e9)
+
+
 HOPPER, ADA, AMPERE = (9, 0), (8, 9), (8, 6)
 IN_16_BITS = with_values(QWEN, load_in="16bit")
 
@@ -190,6 +202,15 @@ IN_16_BITS = with_values(QWEN, load_in="16bit")
         (IN_16_BITS, 11.5, None, {"load_in": "fp8"}, False),
         (IN_16_BITS, 11.5, ADA, {"load_in": "4bit"}, True),
         (with_values(QWEN, load_in="fp8"), 9.5, HOPPER, {"load_in": "4bit"}, True),
+        (QWEN, 8.0, ADA, {"kv_cache_dtype": "fp8", "kv_cache_gib": 1.25}, True),
+        (QWEN, 8.0, AMPERE, {"kv_cache_dtype": "fp8", "kv_cache_gib": 1.25}, False),
+        (QWEN, 8.0, None, {"kv_cache_dtype": "fp8", "kv_cache_gib": 1.25}, False),
+        (with_values(QWEN, kv_cache_dtype="fp8"), 8.0, ADA, {"kv_cache_dtype": "fp8", "kv_cache_gib": 1.25}, False),
+        # one sequence is longer than a cache in 16 bits
+        (with_values(QWEN, max_completion_length=16384, num_generations=2, per_device_train_batch_size=2), 24.0, ADA,
+         {"kv_cache_dtype": "fp8"}, True),
+        (with_values(QWEN, gpu_memory_utilization=0.335, max_completion_length=12_000, per_device_train_batch_size=2,
+                     num_generations=2), 15.46, ADA, {"kv_cache_dtype": "fp8"}, True),
     ],
 )  # fmt: skip
 def test_8_bits_are_offered_where_the_card_has_them_and_the_plan_fits_then(config, usable, capability, change, offered):
@@ -211,6 +232,10 @@ def test_8_bits_are_offered_where_the_card_has_them_and_the_plan_fits_then(confi
         ({"load_in": "16bit", "fast_inference": False}, "fp8", AMPERE, None),
         ({"load_in": "4bit"}, "fp8", AMPERE, None),  # a name on the hub: Unsloth has a copy in 4 bits
         ({"load_in": "fp8"}, "bitsandbytes", HOPPER, "--load-in fp8: unsloth/Qwen3-4B is in 4 bits already; --load-in 4bit"),
+        ({"kv_cache_dtype": "fp8"}, None, ADA, None),
+        ({"kv_cache_dtype": "fp8"}, None, (8, 0), "--kv-cache-dtype fp8 on a card: compute capability 8.0, and vLLM's kernels "
+         "for it need 8.9 (RTX 40 series or newer); --kv-cache-dtype auto"),
+        ({"kv_cache_dtype": "fp8", "load_in": "fp8"}, None, None, None),
     ],
 )  # fmt: skip
 def test_8_bits_are_refused_where_card_or_checkpoint_have_none(changes, quantized, capability, says):
@@ -443,7 +468,7 @@ def test_room_is_used_up_to_the_last_completion(config, name, usable, card):
         changed = with_values(config, **{knob: value})
         if knob == "num_generations":
             changed = with_values(changed, per_device_train_batch_size=value * problems)
-        cache = math.ceil(100 * changed.effective_batch * changed.max_seq_length * shape.kv_bytes / GIB) / 100
+        cache = math.ceil(100 * changed.effective_batch * changed.max_seq_length * shape.kv_bytes() / GIB) / 100
         if config.fast_inference and not config.gpu_memory_utilization:
             changed = with_values(changed, kv_cache_gib=max(config.kv_cache_gib, cache))
         return budget.works(changed, shape, usable, card), changed
@@ -619,6 +644,7 @@ GOOD = {"model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "intermedi
         ("--no-such-flag 1", None, ["--no-such-flag", "--help lists all"]),
         ("--load-in 8bit", None, ["'8bit'", "--load-in", "'fp8'"]),
         ("--card rtx-4090 --load-in fp8", None, ["--load-in fp8 on rtx-4090: compute capability 8.9", "--load-in 4bit"]),
+        ("--card rtx-3090 --kv-cache-dtype fp8", None, ["--kv-cache-dtype fp8 on rtx-3090: compute capability 8.6"]),
         ("--load-in fp8 --no-fast-inference", None, ["--load-in fp8: vLLM makes these weights", "--load-in 4bit or 16bit"]),
     ],
 )  # fmt: skip
@@ -670,9 +696,10 @@ def test_a_run_prints_its_plan_first(before_a_run, qwen3_4b):
 
 
 def test_a_run_in_8_bits_is_planned_so_and_a_card_without_them_is_refused(before_a_run, qwen3_4b, monkeypatch):
-    lines, end = before_a_run("--model", qwen3_4b, "--load-in", "fp8")
+    lines, end = before_a_run("--model", qwen3_4b, "--load-in", "fp8", "--kv-cache-dtype", "fp8")
     assert str(end) == "enough"
     assert "3.63 B in 8 bits with a scale a row, 0.39 B in 16 bits" in lines[1]
+    assert any("tokens of 73,728 bytes" in line for line in lines)
     lines, end = before_a_run("--model", qwen3_4b, "--load-in", "16bit", "--vram-limit-gib", 11.5)
     assert "--load-in fp8 (now 16bit); --load-in 4bit (now 16bit)" in str(end)
     ada = gpu.Gpu("GPU-0", "0", "NVIDIA L40S", "580.65.06", 44.4, ADA)

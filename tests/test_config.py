@@ -74,6 +74,7 @@ def test_help_is_quick_and_names_the_knobs(tmp_path):
         ("--gpu-memory-utilization 0.5", ["--gpu-memory-utilization 0.5", "--fast-inference"]),
         ("--vllm-importance-sampling-correction", ["--vllm-importance-sampling-correction", "--fast-inference"]),
         ("--load-in fp8", ["--load-in fp8", "--fast-inference on a GPU", "--load-in 4bit or 16bit"]),
+        ("--kv-cache-dtype fp8", ["--kv-cache-dtype fp8", "--fast-inference"]),
         ("--load-in-4bit", ["--load-in-4bit: it is --load-in 4bit now", "4bit, fp8 and 16bit"]),
         ("--no_load_in_4bit --max-steps 3", ["--no_load_in_4bit: it is --load-in 16bit now"]),
         ("--model nowhere", ["--model nowhere", "no such folder", "smollm2-135m-instruct"]),
@@ -376,12 +377,15 @@ def test_a_16_bit_checkpoint_is_quantized_as_it_loads(load_in, quantized, expect
     arguments = vllm_arguments(config, shape, plan, card(), 14.6)
     assert {name: value for name, value in arguments.items() if name in ("load_in_fp8", "use_exact_model_name")} == expected
     assert zoo.vllm_weights_memory_usage({}, load_in_4bit=False, load_in_8bit=False) == (8 if expected else 16)
+    assert arguments["float8_kv_cache"] is False
+    in_8_bits = dataclasses.replace(config, kv_cache_dtype="fp8")
+    assert vllm_arguments(in_8_bits, shape, plan, card(), 14.6)["float8_kv_cache"] is True
 
 
 @pytest.mark.parametrize(("before", "load_in"), [(True, "4bit"), (False, "16bit")])
 def test_a_checkpoint_of_before_load_in_says_what_it_was(before, load_in, tmp_path):
     config = dataclasses.asdict(PRESETS["qwen3-4b"])
-    del config["load_in"]
+    del config["load_in"], config["kv_cache_dtype"]
     (tmp_path / "lab.json").write_text(json.dumps({"config": {**config, "load_in_4bit": before}}))
     resumed = checkpoints.config_of(tmp_path, PRESETS["smollm2"])
     assert resumed == dataclasses.replace(PRESETS["qwen3-4b"], load_in=load_in)

@@ -75,16 +75,18 @@ def test_vllm_samples_from_the_updated_adapter(tmp_path):
 
 
 @pytest.mark.usefixtures("empty_card")
-def test_8_bits_take_what_is_planned_and_sample_near_the_trainer(tmp_path):
+@pytest.mark.parametrize(("flag", "cache_bytes"), [("--load-in", 23_040), ("--kv-cache-dtype", 11_520)])
+def test_8_bits_take_what_is_planned_and_sample_near_the_trainer(flag, cache_bytes, tmp_path):
     if find_gpu()[0].compute_capability < (9, 0):
         pytest.skip("fp8 is made as it loads from compute capability 9.0 on")
-    code, said = script(tmp_path, "--load-in", "fp8", "--vllm-importance-sampling-correction", "--vram-limit-gib", 10,
+    code, said = script(tmp_path, flag, "fp8", "--vllm-importance-sampling-correction", "--vram-limit-gib", 10,
                         "--max-steps", 8, "--eval-problems", 0)  # fmt: skip
     assert code == 0, said
     client, run = latest(tmp_path)
     metrics = run.data.metrics
     for line in ("weights", "lora", "gradients"):
         assert metrics[f"vram/{line}_gib"] == pytest.approx(metrics[f"vram_predicted/{line}_gib"], rel=0.03), line
+    assert int(run.data.params["vllm.kv_cache_tokens"]) == pytest.approx(2**30 / cache_bytes, rel=0.08)
     assert metrics["adapter_largest_b"] > 1e-4
     differences = client.get_metric_history(run.info.run_id, "sampling/sampling_logp_difference/mean")
     assert statistics.mean(m.value for m in differences) < 0.2

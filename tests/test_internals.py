@@ -22,6 +22,7 @@ from train import PRESETS, grpo_arguments
         ("unsloth", "models/loader_utils.py", "def get_model_name(\n    model_name,\n    load_in_4bit = True,"),  # models.py
         ("unsloth", "models/loader_utils.py", "and torch.cuda.get_device_capability() >= (9, 0)"),  # checks.py, check_precision
         ("unsloth", "models/_utils.py", 'quant_method == "fp8" and major_version * 10 + minor_version < 89:'),
+        ("vllm", "v1/attention/backends/triton_attn.py", "current_platform.has_device_capability(89)"),
         ("unsloth", "models/loader.py", "\n        load_in_fp8 = False,  # fp8 LoRA"),  # engine.py, quantized_on_loading
         ("unsloth", "models/loader.py", "\n        use_exact_model_name = False,"),
         ("unsloth_zoo", "vllm_utils.py", "def vllm_weights_memory_usage(config, load_in_4bit = False, load_in_8bit = False):"),
@@ -31,6 +32,8 @@ from train import PRESETS, grpo_arguments
         ("vllm", "model_executor/layers/quantization/__init__.py", '"fp8_per_channel"'),
         ("vllm", "model_executor/layers/quantization/online/base.py", "        if isinstance(layer, LinearBase):"),
         ("vllm", "_custom_ops.py", "scale = torch.empty((shape[0], 1), device=input.device, dtype=torch.float32)"),
+        ("unsloth", "models/loader.py", "\n        float8_kv_cache = False,"),  # engine.py, vllm_arguments
+        ("unsloth_zoo", "vllm_utils.py", 'kv_cache_dtype         = "fp8" if float8_kv_cache else "auto",'),
         ("unsloth_zoo", "rl_replacements.py", "batch_size = math.ceil(total_samples / B)"),  # train.py, the mini batch
         ("mlflow", "store/db/utils.py", "if attempts < MAX_RETRY_COUNT:"),  # record.py, impatience
         ("vllm", "config/cache.py", "\n    gpu_memory_utilization: float"),  # record.py, engine_figures
@@ -113,8 +116,9 @@ def test_logits_are_planned_in_the_chunks_that_unsloth_makes(hidden, vocabulary)
         assert budget.logits_bytes(config, shape, 139.8)[0] == 4 * rows * vocabulary + 4 * tokens * hidden
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("load_in", ["4bit", "fp8", "16bit"])
-def test_the_longest_sequence_is_planned_as_unsloth_estimates_it(load_in):
+def test_the_longest_sequence_is_planned_as_unsloth_estimates_it(load_in, kv_cache_dtype):
     """By the library's own functions, cut out of their file; there fp8 is what engine.py has it take for an fp8 checkpoint."""
     tree = ast.parse(source("unsloth_zoo", "vllm_utils.py"))
     wanted = ("approximate_vllm_memory_usage", "_config_get", "_kv_cache_elements_per_token", "_kv_cache_tokens")
@@ -127,11 +131,11 @@ def test_the_longest_sequence_is_planned_as_unsloth_estimates_it(load_in):
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim, max_position_embeddings=shape.context,
     )  # fmt: skip
-    config = dataclasses.replace(PRESETS["qwen3-4b"], load_in=load_in)
+    config = dataclasses.replace(PRESETS["qwen3-4b"], load_in=load_in, kv_cache_dtype=kv_cache_dtype)
     for share in (0.2, 0.25, 0.3):
         tokens = names["approximate_vllm_memory_usage"](
             model, load_in_4bit=load_in == "4bit", load_in_8bit=load_in == "fp8", max_seq_length=1024, max_lora_rank=16,
-            gpu_memory_utilization=share,
+            gpu_memory_utilization=share, float8_kv_cache=kv_cache_dtype == "fp8",
         )[0]  # fmt: skip
         assert abs(budget.unsloths_longest(config, shape, share * 40 * 2**30) - tokens) <= 256
 

@@ -283,8 +283,8 @@ def test_a_share_given_by_hand_shrinks_with_the_cache_it_left():
     assert knobs(BY_HAND, "cache", None) == knobs(BY_HAND, "cache", EMPTY) == []
     off = {"fast_inference": False, "gpu_memory_utilization": None}
     assert knobs(BY_HAND, "no_vllm", FULL) == [off]
-    in_8_bits = dataclasses.replace(QWEN, load_in="fp8")
-    assert knobs(in_8_bits, "no_vllm", FULL) == [{"fast_inference": False, "load_in": "4bit"}]
+    in_8_bits = dataclasses.replace(QWEN, load_in="fp8", kv_cache_dtype="fp8")
+    assert knobs(in_8_bits, "no_vllm", FULL) == [{"fast_inference": False, "kv_cache_dtype": "auto", "load_in": "4bit"}]
     assert knobs(in_8_bits, "four_bit", FULL) == [{"load_in": "4bit"}]
 
 
