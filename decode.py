@@ -6,6 +6,7 @@ unsloth_zoo 2026.10.9, and is held by a test. Import it after unsloth.
 
 import contextlib
 import functools
+import inspect
 
 import torch
 from bitsandbytes import matmul_4bit
@@ -83,11 +84,11 @@ def graphs_of(sizes: list[int]):
 
     made = vllm.config.CompilationConfig
 
-    @functools.wraps(made)
     def narrowed(**options):
         options["cudagraph_mode"] = vllm.config.CUDAGraphMode.FULL_DECODE_ONLY
         return made(**options | {"cudagraph_capture_sizes": sizes, "cudagraph_specialize_lora": False})
 
+    narrowed.__signature__ = inspect.signature(made)  # by which Unsloth finds out what it may set
     vllm.config.CompilationConfig = narrowed
     try:
         yield
