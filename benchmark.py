@@ -254,6 +254,8 @@ POINTS = [  # one factor at a time: G (answers to a problem), C (tokens of an an
 
 def scale(options, gpu) -> None:
     """Seconds of a step of one group at each of POINTS, and the least that the card's bandwidth and rate allow."""
+    if gpu is None:
+        raise checks.Refused("scale: there is no GPU, and so no roofline to compare with; learn and compare work on a CPU")
     points = [point for i, point in enumerate(POINTS) if not options.only or str(i) in options.only.split(",")]
     base = command_line.parse(train.Config, train.PRESETS, options.flags, gpu)
 

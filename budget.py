@@ -232,9 +232,9 @@ def graph_sizes(config) -> list[int]:
 
 
 def graph_count(config) -> int:
-    """CUDA graphs that vLLM captures. By itself, with LoRA and without: in pieces up to twice the sequences, and whole."""
+    """CUDA graphs that vLLM captures, each with LoRA and without. By itself, in pieces up to twice the seats, and whole."""
     if config.lean_decode:
-        return len(graph_sizes(config))
+        return 2 * len(graph_sizes(config))
     sizes, most = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)], seats(config)
     return 2 * sum((size <= 2 * most) + (size <= most) for size in sizes)
 
@@ -242,12 +242,13 @@ def graph_count(config) -> int:
 def graph_bytes(config, shape: Shape) -> int:
     """Bytes of the graphs: about 120 kB for each block in each, and their pool.
 
-    The pool holds 824 bytes for each unit of width and depth, and in 4-bit one block's MLP unpacked, in 16-bit cuBLAS's
-    workspace. 8-bit was not measured: it counts as 16.
+    The pool holds 824 bytes for each unit of width and depth, and in 4-bit one block's MLP unpacked (with lean_decode, from
+    one run, gate and up twice), in 16-bit cuBLAS's workspace. 8-bit was not measured: it counts as 16.
     """
     in_4_bits = shape.on_card(config.load_in) == "4bit"
     launches = (148_000 if in_4_bits else 118_000) * graph_count(config) * shape.layers
-    work = 2 * 3 * shape.hidden * shape.intermediate if in_4_bits else 64 * 2**20
+    matrices = 5 if config.lean_decode else 3
+    work = 2 * matrices * shape.hidden * shape.intermediate if in_4_bits else 64 * 2**20
     return launches + work + 824 * shape.hidden * shape.layers + 12 * 2**20
 
 

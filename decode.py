@@ -11,12 +11,22 @@ import inspect
 import torch
 from bitsandbytes import matmul_4bit
 from bitsandbytes.functional import QuantState, dequantize_blockwise
+from unsloth.kernels.nf4 import dequantize_nf4
 
 
 @torch.library.custom_op("grpo_lab::linear_4bit", mutates_args=())
 def linear_4bit(x: torch.Tensor, weight: torch.Tensor, outputs: int) -> torch.Tensor:
     """x (tokens, inputs) times a packed weight whose parts `join` has joined: (tokens, outputs)."""
-    return matmul_4bit(x, weight.t(), weight.joined)
+    return multiply(x, weight)
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """By bitsandbytes; on Hopper, where that mostly unpacks a layer and multiplies then, with Unsloth's faster unpacking."""
+    state = weight.joined
+    if torch.cuda.get_device_capability(x.device)[0] != 9 or state.quant_type != "nf4":
+        return matmul_4bit(x, weight.t(), state)
+    dense = dequantize_nf4(weight, state.absmax, None, None, None, state.code, state.blocksize, 256, state.shape, x.dtype)
+    return torch.nn.functional.linear(x, dense)
 
 
 @linear_4bit.register_fake
@@ -75,10 +85,10 @@ def join_4bit_layers() -> None:
 
 @contextlib.contextmanager
 def graphs_of(sizes: list[int]):
-    """While vLLM starts: let it capture CUDA graphs for decoding so many sequences alone, with the adapter.
+    """While vLLM starts: let it capture CUDA graphs for decoding so many sequences, and none of prefill.
 
-    By itself it captures whole graphs and graphs in pieces for dozens of sizes, with and without a LoRA, in 20 seconds.
-    Unsloth makes vLLM's CompilationConfig itself; what is decided here replaces its choice.
+    By itself it captures whole graphs and graphs in pieces for dozens of sizes, in 20 seconds. Unsloth makes vLLM's
+    CompilationConfig itself; what is decided here replaces its choice.
     """
     import vllm.config
 
@@ -86,7 +96,7 @@ def graphs_of(sizes: list[int]):
 
     def narrowed(**options):
         options["cudagraph_mode"] = vllm.config.CUDAGraphMode.FULL_DECODE_ONLY
-        return made(**options | {"cudagraph_capture_sizes": sizes, "cudagraph_specialize_lora": False})
+        return made(**options | {"cudagraph_capture_sizes": sizes})
 
     narrowed.__signature__ = inspect.signature(made)  # by which Unsloth finds out what it may set
     vllm.config.CompilationConfig = narrowed

@@ -55,7 +55,8 @@ def environment(config) -> dict[str, str]:
     from the card, unless told to keep the one that it is given."""
     if not config.vllm_enable_sleep_mode:
         return {}
-    return {"UNSLOTH_VLLM_STANDBY": "1", "UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE": "1"}
+    allocator = "expandable_segments:False"  # which vLLM's allocator cannot work beside
+    return {"UNSLOTH_VLLM_STANDBY": "1", "UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE": "1", "PYTORCH_ALLOC_CONF": allocator}
 
 
 @contextlib.contextmanager

@@ -14,6 +14,8 @@ def in_training_batches(trainer) -> None:
 
     def in_passes(model, input_ids, attention_mask, *positional, **named):
         rows, passes = args.per_device_train_batch_size, args.unsloth_grpo_mini_batch
+        if len(input_ids) <= rows:  # no more than a training pass, which Unsloth asks for here too
+            return score(model, input_ids, attention_mask, *positional, **named)
         args.unsloth_grpo_mini_batch = 1
         try:
             parts = [
