@@ -26,7 +26,7 @@ from conftest import ROOT, readme_block
 from train import PRESETS, Config
 
 GIB = 2**30
-QWEN, SMOL = PRESETS["qwen3-4b"], PRESETS["smollm2"]
+QWEN, EIGHT, SMOL = PRESETS["chapter"], PRESETS["qwen3-4b"], PRESETS["smollm2"]  # EIGHT: groups a rollout
 ON_GPU = dataclasses.replace(SMOL, fast_inference=True)
 QWEN3_4B, SMOLLM2 = shapes.SHAPES["qwen3-4b"], shapes.SHAPES["smollm2-135m"]
 NF4 = 1 / 2 + 1 / 64 + 4 / (64 * 256)  # bytes of a weight, with its share of the scales and of their scales
@@ -178,6 +178,48 @@ def test_weights_in_each_precision_by_hand():
         assert roofline.token_step_bytes(config, QWEN3_4B, 0, 0) == size + 2 * 33_030_144
 
 
+def test_plain_scales_by_hand():
+    """32 bits for each 64 weights, instead of 8 and a 32-bit one for each 256 of those: 2.63 GiB, where nested are 2.47."""
+    plain = LINEAR // 2 + 4 * LINEAR // 64 + 2 * REST
+    assert plain == 2_822_044_672 and plain - 2_652_620_032 == 3 * LINEAR // 64 - 4 * LINEAR // (64 * 256)
+    assert shapes.weights_of(QWEN3_4B, "4bit", plain_scales=True) == (plain, "3.63 B in 4 bits with scales, 0.39 B in 16 bits")
+    for changes, size in (
+        ({}, plain),
+        ({"lean_decode": False}, 2_652_620_032),
+        ({"fast_inference": False}, 2_652_620_032),  # it is vLLM's layers that are joined
+        ({"load_in": "16bit"}, 8_044_936_192),
+        ({"load_in": "fp8"}, 4_416_044_032),
+    ):
+        config = with_values(EIGHT, **changes)
+        assert budget.plan(config, QWEN3_4B, 15.46)["weights"].gib * GIB == size, changes
+        assert roofline.token_step_bytes(config, QWEN3_4B, 0, 0) == size + 2 * 33_030_144, changes
+    # a checkpoint whose scales are plain already gains nothing
+    flat = with_values(QWEN3_4B, quantized="bitsandbytes", nested=False)
+    assert shapes.weights_of(flat, "4bit")[0] == shapes.weights_of(flat, "4bit", plain_scales=True)[0] == plain
+
+
+def test_sleep_mode_takes_the_cache_off_the_peak_as_far_as_training_fills_its_place():
+    def plans(**changes):
+        awake = with_values(EIGHT, **changes)
+        return [budget.plan(with_values(awake, vllm_enable_sleep_mode=sleeps), QWEN3_4B, 15.46) for sleeps in (False, True)]
+
+    # 7.5 GiB of cache, and a training pass of 8,192 tokens: 36 inputs and one block in 16 bits, and the adapter's gradients
+    training = (2 * 8192 * (36 * 2560 + 3 * 9728 + 4 * 2560) + 4 * 33_030_144) / GIB
+    awake, asleep = plans()
+    assert asleep["kv_cache"].gib == awake["kv_cache"].gib == awake["kv_cache"].counted_gib == 7.5
+    assert asleep["kv_cache"].counted_gib == pytest.approx(7.5 - training)
+    assert awake.total_gib - asleep.total_gib == pytest.approx(training)
+    assert asleep["kv_cache"].label == "(KV cache)" and asleep["kv_cache"].formula.startswith("given back while training: ")
+    assert asleep.share_gib == awake.share_gib and asleep.kv_tokens == awake.kv_tokens
+    # where training needs more than the cache, all of it is gone at the peak, and no more than that
+    awake, asleep = plans(kv_cache_gib=2.0)
+    assert asleep["kv_cache"].counted_gib == 0 and awake.total_gib - asleep.total_gib == pytest.approx(2.0)
+    # logits that stand on top of a pass without checkpointing count too
+    awake, asleep = plans(gradient_checkpointing=False, kv_cache_gib=30.0)
+    more = awake["activations"].gib + awake["logits"].counted_gib + awake["gradients"].gib
+    assert awake["logits"].counted_gib > 0 and asleep["kv_cache"].counted_gib == pytest.approx(30 - more)
+
+
 def test_a_cache_in_8_bits_holds_twice_the_tokens():
     in_8_bits = with_values(QWEN, kv_cache_dtype="fp8")
     plan, wide = budget.plan(in_8_bits, QWEN3_4B, 15.46), budget.plan(QWEN, QWEN3_4B, 15.46)
@@ -297,8 +339,33 @@ def test_logits_are_made_a_part_at_a_time(config, shape, card, rows, columns):
 
 def test_graphs_of_vllm_by_hand():
     """With LoRA and without: in pieces for batches of 1, 2, 4, 8, 16, 24 and 32 tokens, whole for those up to 16."""
-    assert budget.graph_count(16) == 2 * (7 + 5) and budget.graph_count(28) == 2 * (3 + 7 + 3 + 3)
-    assert budget.graph_count(10_000) == budget.graph_count(512) == 2 * 2 * (3 + 31 + 17)
+
+    def of(sequences):
+        return with_values(QWEN, num_generations=sequences, per_device_train_batch_size=sequences)
+
+    assert budget.graph_count(of(8)) == budget.graph_count(of(16)) == 2 * (7 + 5)
+    assert budget.graph_count(of(28)) == 2 * (3 + 7 + 3 + 3)
+    assert budget.graph_count(of(10_000)) == budget.graph_count(of(512)) == 2 * 2 * (3 + 31 + 17)
+
+
+@pytest.mark.parametrize(
+    ("groups", "seats", "sizes"),
+    [
+        (1, 16, [1, 2, 4, 8, 16]),  # vLLM is set up for 16 sequences at least
+        (2, 16, [1, 2, 4, 8, 16]),
+        (3, 24, [1, 2, 4, 8, 16, 24]),
+        (4, 32, [1, 2, 4, 8, 16, 32]),
+        (8, 64, [1, 2, 4, 8, 16, 32, 64]),
+        (9, 72, [1, 2, 4, 8, 16, 32, 64, 72]),
+        (16, 128, [1, 2, 4, 8, 16, 32, 64, 96, 128]),
+    ],
+)
+def test_lean_graphs_are_for_a_rollout_that_thins_out(groups, seats, sizes):
+    config = with_values(EIGHT, steps_per_generation=groups)
+    assert (budget.seats(config), budget.graph_sizes(config), budget.graph_count(config)) == (seats, sizes, len(sizes))
+    plan = budget.plan(config, QWEN3_4B, 15.46)
+    assert plan["vllm_graphs"].formula == f"{len(sizes)} graphs and their pool"
+    assert f" {seats} sampled" in plan["vllm_activations"].formula
 
 
 def test_without_vllm_there_is_neither_share_nor_graphs():
@@ -372,6 +439,9 @@ SITUATIONS = {
     "a limit on a large card": (with_values(QWEN, vram_limit_gib=7.5, max_completion_length=1024), "qwen3-4b", 7.5, 139.8),
     "a share by hand": (with_values(QWEN, gpu_memory_utilization=0.9), "qwen3-4b", 15.0, 15.46),
     "without vLLM": (with_values(QWEN, fast_inference=False), "qwen3-4b", 8.0, None),
+    "eight groups a rollout": (EIGHT, "qwen3-4b", 9.5, None),
+    "eight groups a rollout, and two passes a step": (
+        with_values(EIGHT, num_generations=16, gradient_accumulation_steps=2, steps_per_generation=16), "qwen3-4b", 9.5, None),
     "without checkpointing": (with_values(QWEN, gradient_checkpointing=False), "qwen3-4b", 15.46, None),
     "many small answers": (with_values(ON_GPU, num_generations=64, per_device_train_batch_size=128), "smollm2-135m", 6.0, None),
     "two passes": (with_values(QWEN, num_generations=16, per_device_train_batch_size=16, gradient_accumulation_steps=2,
@@ -404,13 +474,15 @@ def test_nearest_fits_and_one_more_does_not(situation):
                 problems = change["per_device_train_batch_size"] // change["num_generations"]
                 more = {"num_generations": change["num_generations"] + 1}
                 more["per_device_train_batch_size"] = more["num_generations"] * problems
-            case ["per_device_train_batch_size", "gradient_accumulation_steps"]:
-                batch = config.per_device_train_batch_size
-                assert with_values(config, **change).effective_batch == config.effective_batch
+            case ["per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"]:
+                batch, smaller = config.per_device_train_batch_size, with_values(config, **change)
+                assert smaller.effective_batch == config.effective_batch and smaller.rollout_batch == config.rollout_batch
                 larger = [n for n in range(change["per_device_train_batch_size"] + 1, batch) if batch % n == 0]
                 if larger:
                     more = {"per_device_train_batch_size": larger[0],
-                            "gradient_accumulation_steps": config.effective_batch // larger[0]}  # fmt: skip
+                            "gradient_accumulation_steps": config.effective_batch // larger[0],
+                            "steps_per_generation": config.steps_per_generation
+                            and config.rollout_batch // larger[0]}  # fmt: skip
                 else:
                     continue
             case _:
@@ -424,7 +496,8 @@ def test_nearest_offers_every_kind_of_change():
                for change in budget.nearest(config, shapes.SHAPES[name], usable, card) for key in change}  # fmt: skip
     assert offered == {"kv_cache_gib", "gpu_memory_utilization", "max_completion_length", "num_generations", "load_in",
                        "eval_problems",
-                       "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing"}  # fmt: skip
+                       "per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation",
+                       "gradient_checkpointing"}  # fmt: skip
 
 
 def test_a_suggestion_has_all_its_digits():
@@ -433,7 +506,8 @@ def test_a_suggestion_has_all_its_digits():
 
 
 @pytest.mark.parametrize("arguments", ["", "--num-generations 2 --per-device-train-batch-size 2 --card h200",
-                                       "--gpu-memory-utilization 0.5", "--no-fast-inference --eval-problems 8"])  # fmt: skip
+                                       "--gpu-memory-utilization 0.5", "--gradient-accumulation-steps 2", "--preset chapter",
+                                       "--preset chapter --no-fast-inference --eval-problems 8"])  # fmt: skip
 def test_what_the_headroom_buys_can_be_had_with_the_flags_that_say_so(arguments):
     card = CARDS["h200" if "h200" in arguments else "rtx-5080"]
     words = [word for word in arguments.split() if word not in ("--card", "h200")]
@@ -457,19 +531,29 @@ def test_what_the_headroom_buys_can_be_had_with_the_flags_that_say_so(arguments)
         (with_values(QWEN, gradient_checkpointing=False, max_completion_length=256), "qwen3-4b", 23.51, None),
         (with_values(ON_GPU, vram_limit_gib=15.4), "smollm2-135m", 15.4, 139.8),
         (with_values(QWEN, num_generations=4, per_device_train_batch_size=8), "qwen3-1.7b", 11.6, None),
+        (EIGHT, "qwen3-4b", 23.51, None),
+        (with_values(EIGHT, kv_cache_gib=9.0), "qwen3-4b", 23.51, None),  # room for all 64 at full length, and so it stays
+        (with_values(EIGHT, num_generations=4, gradient_accumulation_steps=2, train_problems=40), "qwen3-1.7b", 23.51, None),
     ],
 )
 def test_room_is_used_up_to_the_last_completion(config, name, usable, card):
     shape = shapes.SHAPES[name]
     room = budget.room_for(config, shape, usable, card)
     problems = config.per_device_train_batch_size // config.num_generations
+    rollouts = "steps_per_generation" if config.steps_per_generation else "gradient_accumulation_steps"
+    step = config.gradient_accumulation_steps if config.steps_per_generation else 1
+
+    def cache_for(config):
+        """GiB of a cache in which a whole rollout decodes at once."""
+        return math.ceil(100 * config.rollout_batch * config.max_seq_length * shape.kv_bytes() / GIB) / 100
 
     def fits_with(knob, value):
         changed = with_values(config, **{knob: value})
         if knob == "num_generations":
             changed = with_values(changed, per_device_train_batch_size=value * problems)
-        cache = math.ceil(100 * changed.effective_batch * changed.max_seq_length * shape.kv_bytes() / GIB) / 100
-        if config.fast_inference and not config.gpu_memory_utilization:
+        cache = cache_for(changed)
+        grows = cache_for(config) <= config.kv_cache_gib  # one in which a rollout waits for seats may stay as it is
+        if config.fast_inference and not config.gpu_memory_utilization and grows:
             changed = with_values(changed, kv_cache_gib=max(config.kv_cache_gib, cache))
         return budget.works(changed, shape, usable, card), changed
 
@@ -480,8 +564,8 @@ def test_room_is_used_up_to_the_last_completion(config, name, usable, card):
         there, changed = fits_with(knob, change[knob])
         assert there and changed == with_values(config, **change) and change[knob] > getattr(config, knob)
     assert bought
-    for knob in ("num_generations", "max_completion_length", "gradient_accumulation_steps"):
-        assert not fits_with(knob, bought.get(knob, getattr(config, knob)) + 1)[0]
+    for knob, one in (("num_generations", 1), ("max_completion_length", 1), (rollouts, step)):
+        assert not fits_with(knob, bought.get(knob, getattr(config, knob)) + one)[0]
 
 
 @pytest.mark.parametrize(
@@ -553,6 +637,10 @@ def test_floor_of_a_step_by_hand():
     assert roofline.step_floor(reused, QWEN3_4B, card, 10**6)[0] == pytest.approx(
         (768 * once + positions * 147_456) / 4 / 960e9
     )
+    # eight groups decode together: each token step reads the weights once for all, and serves eight steps
+    for tokens, steps in ((10**6, 768), (32 * 640, 2 * 768)):
+        of_eight, training = roofline.step_floor(with_values(QWEN, steps_per_generation=8), QWEN3_4B, card, tokens)
+        assert of_eight == pytest.approx((steps * once + 8 * positions * 147_456) / 8 / 960e9)
     # forward, backward and once more for the checkpoints; the reference's forward pass on top
     lean = with_values(QWEN, beta=0.0, gradient_checkpointing=False)
     attention = 2 * 8 * 1024 * 36 * 32 * 128 * 1024
@@ -560,6 +648,14 @@ def test_floor_of_a_step_by_hand():
     by_hand = 2 * 8 * 1024 * linear * 2 + 2 * 8 * 768 * head * 3 + attention * 3 + 8 * 1024 * 33_030_144 * 6
     assert roofline.training_flops(lean, QWEN3_4B) == pytest.approx(by_hand)
     assert roofline.training_flops(with_values(lean, beta=0.1), QWEN3_4B) == pytest.approx(by_hand + scoring)
+    # a later step meets another policy than the one that sampled, so that one scores the rollout first
+    assert roofline.training_flops(with_values(lean, steps_per_generation=8), QWEN3_4B) == pytest.approx(by_hand + scoring)
+    assert roofline.training_flops(with_values(lean, steps_per_generation=1), QWEN3_4B) == pytest.approx(by_hand)
+    both = with_values(lean, steps_per_generation=8, beta=0.1, vllm_importance_sampling_correction=True)
+    assert roofline.training_flops(both, QWEN3_4B) == pytest.approx(by_hand + 2 * scoring)
+    # with two steps on each completion, each of them bears half of the scoring
+    again = with_values(lean, num_iterations=2, beta=0.1)
+    assert roofline.training_flops(again, QWEN3_4B) == pytest.approx(by_hand + scoring)
     by_hand += 2 * 8 * 1024 * linear + attention + 8 * 1024 * 33_030_144 * 2
     assert roofline.training_flops(with_values(lean, gradient_checkpointing=True), QWEN3_4B) == pytest.approx(by_hand)
     few = with_values(lean, target_modules=("q_proj",))
@@ -578,7 +674,7 @@ def ask(*arguments, cwd):
 
 
 def test_the_presets_answer(tmp_path):
-    """The chapter's config on its card; the heavy libraries stay away."""
+    """The default on the chapter's card; the heavy libraries stay away."""
     program = (
         "import runpy, sys\nsys.argv = ['budget.py']\n"
         f"try: runpy.run_path({str(ROOT / 'budget.py')!r}, run_name='__main__')\n"
@@ -590,8 +686,11 @@ def test_the_presets_answer(tmp_path):
     assert done.stderr == ""
     lines = done.stdout.splitlines()
     assert lines[-2:] == ["code 0", "[]"]
-    plan = budget.plan(QWEN, QWEN3_4B, 15.46)
-    assert lines[0].startswith("Qwen3-4B (4-bit) on rtx-5080: 15.46 GiB, 960 GB/s; 8 completions a step in groups of 8")
+    plan = budget.plan(EIGHT, QWEN3_4B, 15.46)
+    assert lines[0] == (
+        "Qwen3-4B (4-bit) on rtx-5080: 15.46 GiB, 960 GB/s; 8 completions a step in groups of 8, of up to 768 tokens, 64 "
+        "generated at once"
+    )
     assert [f"total {plan.total_gib:.2f} of 15.46 GiB: {plan.headroom_gib:.2f} left"] == [
         " ".join(line.split()) for line in lines if line.startswith("total")
     ]
@@ -689,7 +788,7 @@ def qwen3_4b(config_json, tmp_path):
 def test_a_run_prints_its_plan_first(before_a_run, qwen3_4b):
     lines, end = before_a_run("--model", qwen3_4b, "--num-generations", 16, "--per-device-train-batch-size", 16)
     assert str(end) == "enough"
-    config = with_values(QWEN, num_generations=16, per_device_train_batch_size=16)
+    config = with_values(EIGHT, num_generations=16, per_device_train_batch_size=16)
     assert lines[0].startswith("preset qwen3-4b: NVIDIA H200")
     assert lines[1:] == budget.table(budget.plan(config, QWEN3_4B, 139.0, 139.8))
     assert " of 139.00 GiB: " in lines[-1]
@@ -700,7 +799,7 @@ def test_a_run_in_8_bits_is_planned_so_and_a_card_without_them_is_refused(before
     assert str(end) == "enough"
     assert "3.63 B in 8 bits with a scale a row, 0.39 B in 16 bits" in lines[1]
     assert any("tokens of 73,728 bytes" in line for line in lines)
-    lines, end = before_a_run("--model", qwen3_4b, "--load-in", "16bit", "--vram-limit-gib", 11.5)
+    lines, end = before_a_run("--preset", "chapter", "--model", qwen3_4b, "--load-in", "16bit", "--vram-limit-gib", 11.5)
     assert "--load-in fp8 (now 16bit); --load-in 4bit (now 16bit)" in str(end)
     ada = gpu.Gpu("GPU-0", "0", "NVIDIA L40S", "580.65.06", 44.4, ADA)
     monkeypatch.setattr(script, "find_gpu", lambda: (ada, "NVIDIA L40S with 44 GiB is visible"))
@@ -715,13 +814,14 @@ def test_a_run_under_a_limit_is_planned_for_it(before_a_run):
 
 
 def test_a_run_that_cannot_fit_is_refused_unless_forced(before_a_run, qwen3_4b):
-    lines, end = before_a_run("--model", qwen3_4b, "--vram-limit-gib", 7.5)
+    chapter = ("--preset", "chapter", "--model", qwen3_4b, "--vram-limit-gib", 7.5)
+    lines, end = before_a_run(*chapter)
     assert isinstance(end, Refused) and len(lines) == 1 and len(str(end).splitlines()) == 2
     assert "the plan takes 8.8 GiB and 7.5 may be used" in str(end)
     assert str(end).endswith("; or --force, which starts anyway and may run out of memory")
     kv_cache = re.search(r"--kv-cache-gib ([\d.]+) \(now 2.5\)", str(end))[1]
-    assert str(before_a_run("--model", qwen3_4b, "--vram-limit-gib", 7.5, "--kv-cache-gib", kv_cache)[1]) == "enough"
-    lines, end = before_a_run("--model", qwen3_4b, "--vram-limit-gib", 7.5, "--force")
+    assert str(before_a_run(*chapter, "--kv-cache-gib", kv_cache)[1]) == "enough"
+    lines, end = before_a_run(*chapter, "--force")
     assert str(end) == "enough" and " of 7.50 GiB: -1." in lines[-1]
 
 
@@ -765,3 +865,37 @@ def test_answers_longer_than_the_models_context_are_refused_and_never_suggested(
     assert "are more than the 40960 tokens that Qwen3-4B can take" in said and not forceable
     for change in (*budget.nearest(config, QWEN3_4B, 139.8), *budget.room_for(QWEN, QWEN3_4B, 139.8)):
         assert with_values(config, **{"max_completion_length": 768, **change}).max_seq_length <= 40960
+
+
+BATCHES = [  # answers, batch, passes a step, passes a rollout
+    (8, 8, 1, None), (8, 8, 1, 1), (8, 8, 1, 8), (8, 4, 2, 8), (8, 2, 4, 4), (8, 12, 2, 6), (4, 16, 1, 3), (2, 3, 4, 12),
+    (16, 1, 16, 48),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("card", ["rtx-5070", "rtx-5080", "rtx-4090", "h200"])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_suggestions_keep_rollouts_of_whole_steps(preset, card):
+    """Whatever is suggested is allowed, and changes the batch of a step or the rollout only where it says so."""
+    card, base = CARDS[card], with_values(PRESETS[preset], fast_inference=True, kv_cache_gib=2.0)
+    shape, seen = shapes.shape_of(base.model), set()
+    for group, batch, steps, passes in BATCHES:
+        sizes = dict(num_generations=group, per_device_train_batch_size=batch)
+        config = with_values(base, **sizes, gradient_accumulation_steps=steps, steps_per_generation=passes)
+        check_config(config)
+        too_much = with_values(config, max_completion_length=4000, kv_cache_gib=card.vram_gib - 6)
+        near = [(too_much, change) for change in budget.nearest(too_much, shape, card.vram_gib, None, card.compute_capability)]
+        for before, change in [*near, *((config, change) for change in budget.room_for(config, shape, card.vram_gib))]:
+            after = with_values(before, **change)
+            check_config(after)
+            each, rollout = after.gradient_accumulation_steps, after.steps_per_generation
+            assert (rollout is None) == (passes is None) and (rollout or each) % each == 0, change
+            assert after.rollout_batch % after.effective_batch == 0 == after.effective_batch % after.num_generations
+            if "num_generations" in change:  # as many steps a rollout
+                assert after.steps_per_rollout == before.steps_per_rollout, change
+            elif "steps_per_generation" in change and "per_device_train_batch_size" not in change:
+                assert after.effective_batch == before.effective_batch and after.rollout_batch > before.rollout_batch
+            elif "gradient_accumulation_steps" not in change or passes:
+                assert (after.effective_batch, after.rollout_batch) == (before.effective_batch, before.rollout_batch), change
+            seen |= set(change)
+    assert {"num_generations", "per_device_train_batch_size", "steps_per_generation", "max_completion_length"} <= seen

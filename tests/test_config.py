@@ -17,7 +17,8 @@ import checks
 import command_line
 from checks import Refused, check_gpu
 from conftest import ROOT, refused, refused_in_this_process, train
-from engine import check_engine, memory_plan, vllm_arguments
+
+from engine import memory_plan, vllm_arguments
 from gpu import Gpu, find_gpu
 from train import PRESETS, Config
 

@@ -16,7 +16,7 @@ from gpu import Gpu
 from out_of_memory import ORDER, Memory, explain, in_words, knobs, phase_of
 from train import PRESETS
 
-QWEN, SMOL = PRESETS["qwen3-4b"], PRESETS["smollm2"]
+QWEN, EIGHT, SMOL = PRESETS["chapter"], PRESETS["qwen3-4b"], PRESETS["smollm2"]  # EIGHT: groups a rollout
 LIMITED = dataclasses.replace(QWEN, vram_limit_gib=15.0)
 BY_HAND = dataclasses.replace(QWEN, gpu_memory_utilization=0.4)
 # a card of 16 GiB that this process has filled

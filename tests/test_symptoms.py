@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from symptoms import find
 from train import PRESETS
 
-SMOL, QWEN = PRESETS["smollm2"], PRESETS["qwen3-4b"]
+SMOL, QWEN, EIGHT = PRESETS["smollm2"], PRESETS["chapter"], PRESETS["qwen3-4b"]  # EIGHT: groups a rollout
 
 # a run as it was recorded (smollm2, seed 2): reward, share of groups without spread, share cut off, mean length
 RECORDED = [

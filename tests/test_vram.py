@@ -1,6 +1,7 @@
 """What measures memory and time, on a card whose counters are made up: every gigabyte and second is in one line, once."""
 
 import dataclasses
+import time
 from types import SimpleNamespace
 
 import bitsandbytes.functional
@@ -13,7 +14,7 @@ import vram
 from train import PRESETS
 
 GIB = 2**30
-PLAN = budget.plan(PRESETS["qwen3-4b"], budget.shape_of("qwen3-4b"), 15.46)
+PLAN = budget.plan(PRESETS["chapter"], budget.shape_of("qwen3-4b"), 15.46)
 
 
 class FakeCard:
@@ -95,7 +96,7 @@ def steps(card, meter, timed, logits_first=False):
 
 def measured(card, vllm, logits_first=False):
     """The rows of a run on that card."""
-    config = dataclasses.replace(PRESETS["qwen3-4b"], fast_inference=vllm)
+    config = dataclasses.replace(PRESETS["chapter"], fast_inference=vllm)
     plan = budget.plan(config, budget.shape_of("qwen3-4b"), 15.46)
     timed = phases.Phases(on_gpu=True, say=print)
     peak = SimpleNamespace(start_gib=card.others)
@@ -256,7 +257,7 @@ def test_gradients_and_optimizer_are_measured_in_the_first_step(card, on_card):
 def clock(monkeypatch):
     """A clock that stands until it is set."""
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(phases, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(phases, "time", SimpleNamespace(perf_counter=lambda: clock.now, time=time.time))
     return clock
 
 
