@@ -43,7 +43,7 @@ def check_config(config) -> None:
         if getattr(config, name) is not None and not 0 < getattr(config, name) < math.inf:
             raise Refused(f"{flag(name)} {getattr(config, name)}: must be a positive number")
     if config.kv_cache_gib > 1e5:
-        raise Refused(f"--kv-cache-gib {config.kv_cache_gib:g}: no card has so much; the preset's is 2.5")
+        raise Refused(f"--kv-cache-gib {config.kv_cache_gib:g}: no card has so much; the qwen3-4b preset's is 7.5")
     for name in ("top_p", "gpu_memory_utilization"):
         if getattr(config, name) is not None and not 0 < getattr(config, name) <= 1:
             raise Refused(f"{flag(name)} {getattr(config, name)}: a share, above 0 and at most 1")
@@ -109,7 +109,8 @@ def check_batch(config) -> None:
         )
     passes = config.steps_per_generation
     if passes is not None and (passes < 1 or passes % steps):
-        near = " or ".join(str(n) for n in (passes // steps * steps, (passes // steps + 1) * steps) if n > 0)
+        lower = max(passes, 0) // steps * steps
+        near = f"{lower} or {lower + steps}" if lower else f"{steps}"
         raise Refused(
             f"--steps-per-generation {passes}: a rollout feeds whole optimizer steps of {steps} passes "
             f"(--gradient-accumulation-steps): {near}, or None for one step"
