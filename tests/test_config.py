@@ -17,7 +17,8 @@ import checks
 import command_line
 from checks import Refused, check_gpu
 from conftest import ROOT, refused, refused_in_this_process, train
-
+from data import in_order
+from engine import check as check_engine
 from engine import memory_plan, vllm_arguments
 from gpu import Gpu, find_gpu
 from train import PRESETS, Config
@@ -49,6 +50,15 @@ def test_help_is_quick_and_names_the_knobs(tmp_path):
         ),
         ("--per-device-train-batch-size 2", ["nearest batch sizes: 8"]),
         ("--per-device-train-batch-size 16 --train-problems 1", ["--train-problems 1", "takes 2 problems"]),
+        ("--steps-per-generation 0", ["--steps-per-generation 0", "whole optimizer steps of 1 passes", ": 1, or None"]),
+        ("--steps-per-generation -8", ["--steps-per-generation -8", ": 1, or None"]),
+        (
+            "--steps-per-generation 6 --gradient-accumulation-steps 4",
+            ["--steps-per-generation 6", "of 4 passes (--gradient-accumulation-steps): 4 or 8, or None for one step"],
+        ),
+        ("--steps-per-generation 1 --gradient-accumulation-steps 4", ["--steps-per-generation 1", ": 4, or None"]),
+        ("--steps-per-generation 8 --train-problems 7", ["--train-problems 7", "one rollout takes 8 problems"]),
+        ("--vllm-enable-sleep-mode", ["--vllm-enable-sleep-mode", "--fast-inference"]),
         ("--train-problems 0", ["--train-problems 0", "at least 1"]),
         ("--max-steps 0", ["--max-steps 0", "at least 1"]),
         ("--temperature 0", ["--temperature 0.0", "positive"]),
@@ -111,7 +121,7 @@ def test_a_wrong_config_comes_back_before_any_heavy_import(tmp_path):
         ("--max-step 3", ["--max-step", "Perhaps you meant: --max-steps"]),
         ("--max-steps many", ["--max-steps", "'many'"]),
         ("--max-steps", ["Missing value", "--max-steps"]),
-        ("--preset nope", ["'nope'", "'qwen3-4b', 'smollm2'"]),
+        ("--preset nope", ["'nope'", "'qwen3-4b', 'chapter', 'smollm2'"]),
         ("--preset", ["--preset"]),
         ("surplus", ["surplus"]),
     ],
@@ -255,7 +265,7 @@ def test_engine_holds_weights_adapter_and_cache(qwen3_4b):
     # 3.633 B weights in linear layers, 0.389 B in the tied embedding, 33 M in the adapter
     def held(**changes):
         """GiB in vLLM's share, and without the cache."""
-        config = dataclasses.replace(PRESETS["qwen3-4b"], force=True, **changes)
+        config = dataclasses.replace(PRESETS["chapter"], force=True, **changes)
         plan = memory_plan(config, card(), str(qwen3_4b), 15.2)[1]
         assert plan["kv_cache"].gib == config.kv_cache_gib
         return plan.share_gib, plan.share_gib - config.kv_cache_gib
@@ -276,7 +286,7 @@ def test_engine_holds_weights_adapter_and_cache(qwen3_4b):
 
 
 def test_share_is_of_what_is_free_and_leaves_room_for_training(qwen3_4b):
-    config = PRESETS["qwen3-4b"]
+    config = PRESETS["chapter"]
 
     def share(config, gpu, free, free_later):
         shape, plan = memory_plan(config, gpu, str(qwen3_4b), free)
@@ -298,6 +308,10 @@ def test_share_is_of_what_is_free_and_leaves_room_for_training(qwen3_4b):
     many = dataclasses.replace(limited, gradient_accumulation_steps=512, force=True)
     arguments, _ = share(many, card(total_gib=139.8), 139.0, 138.4)
     assert (arguments["max_num_seqs"], arguments["max_num_batched_tokens"]) == (4096, 4096)
+    # a rollout of eight groups of eight
+    eight = dataclasses.replace(PRESETS["qwen3-4b"], vram_limit_gib=15.0)
+    arguments, _ = share(eight, card(total_gib=139.8), 139.0, 138.4)
+    assert (arguments["max_num_seqs"], arguments["max_num_batched_tokens"]) == (64, 2048)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +332,7 @@ def test_share_is_of_what_is_free_and_leaves_room_for_training(qwen3_4b):
     ],
 )
 def test_a_plan_that_leaves_no_room_for_training_is_refused_with_the_nearest(changes, free, words, qwen3_4b):
-    config = dataclasses.replace(PRESETS["qwen3-4b"], **changes)
+    config = dataclasses.replace(PRESETS["chapter"], **changes)
     with pytest.raises(Refused, match=words) as refusal:
         memory_plan(config, card(), str(qwen3_4b), free)
     assert len(str(refusal.value).splitlines()) == 2
@@ -341,7 +355,7 @@ def test_a_plan_that_leaves_no_room_for_training_is_refused_with_the_nearest(cha
 )
 def test_share_too_small_for_one_sequence_is_refused_before_loading(changes, words, qwen3_4b):
     """vLLM by itself says so after loading twice. The chapter's 0.16 of 16 GB is such a share."""
-    config = dataclasses.replace(PRESETS["qwen3-4b"], **changes)
+    config = dataclasses.replace(PRESETS["chapter"], **changes)
     with pytest.raises(Refused, match=words):
         memory_plan(config, card(), str(qwen3_4b), 15.2)
 
@@ -372,7 +386,7 @@ def test_a_16_bit_checkpoint_is_quantized_as_it_loads(load_in, quantized, expect
     zoo = SimpleNamespace(vllm_weights_memory_usage=estimate)
     monkeypatch.setitem(sys.modules, "unsloth_zoo", SimpleNamespace(vllm_utils=zoo))
     monkeypatch.setitem(sys.modules, "unsloth_zoo.vllm_utils", zoo)
-    config = dataclasses.replace(PRESETS["qwen3-4b"], load_in=load_in)
+    config = dataclasses.replace(PRESETS["chapter"], load_in=load_in)
     shape, plan = memory_plan(config, card(), str(qwen3_4b), 15.2)
     shape = dataclasses.replace(shape, quantized=quantized)
     arguments = vllm_arguments(config, shape, plan, card(), 14.6)
@@ -383,13 +397,16 @@ def test_a_16_bit_checkpoint_is_quantized_as_it_loads(load_in, quantized, expect
     assert vllm_arguments(in_8_bits, shape, plan, card(), 14.6)["float8_kv_cache"] is True
 
 
-@pytest.mark.parametrize(("before", "load_in"), [(True, "4bit"), (False, "16bit")])
-def test_a_checkpoint_of_before_load_in_says_what_it_was(before, load_in, tmp_path):
+@pytest.mark.parametrize(("in_4_bits", "load_in"), [(True, "4bit"), (False, "16bit")])
+def test_a_checkpoint_of_before_load_in_says_what_it_was(in_4_bits, load_in, tmp_path):
     config = dataclasses.asdict(PRESETS["qwen3-4b"])
-    del config["load_in"], config["kv_cache_dtype"]
-    (tmp_path / "lab.json").write_text(json.dumps({"config": {**config, "load_in_4bit": before}}))
+    for name in ("load_in", "kv_cache_dtype", "steps_per_generation", "lean_decode", "vllm_enable_sleep_mode"):
+        del config[name]
+    (tmp_path / "lab.json").write_text(json.dumps({"config": {**config, "load_in_4bit": in_4_bits}}))
     resumed = checkpoints.config_of(tmp_path, PRESETS["smollm2"])
-    assert resumed == dataclasses.replace(PRESETS["qwen3-4b"], load_in=load_in)
+    # it goes on as it began, whatever the preset of that name is by now
+    before = {"steps_per_generation": None, "lean_decode": False}
+    assert resumed == dataclasses.replace(PRESETS["qwen3-4b"], load_in=load_in, **before)
     origin = {**checkpoints.read_facts(tmp_path), "step": 0, "task_file": None}
     assert checkpoints.changes(origin, dataclasses.asdict(resumed), None) == []
     with pytest.raises(Refused, match=f"--load-in fp8: the checkpoint is of {load_in}; leave it away"):
@@ -400,12 +417,82 @@ def read_config(arguments, gpu):
     return command_line.parse(Config, PRESETS, arguments, gpu)
 
 
+@pytest.mark.parametrize(
+    ("changes", "rollout", "prompts", "steps"),
+    [
+        ({}, 64, 8, 8),
+        ({"steps_per_generation": None}, 8, 1, 1),
+        ({"steps_per_generation": 1}, 8, 1, 1),
+        ({"num_iterations": 2}, 64, 8, 16),
+        ({"steps_per_generation": None, "num_iterations": 3}, 8, 1, 3),
+        # passes count, not steps: 8 of 8 answers, two to a step
+        ({"gradient_accumulation_steps": 2}, 64, 8, 4),
+        ({"gradient_accumulation_steps": 2, "steps_per_generation": None}, 16, 2, 1),
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 12}, 48, 6, 3),
+        ({"num_generations": 16, "gradient_accumulation_steps": 2, "num_iterations": 2}, 64, 4, 8),
+    ],
+)
+def test_what_a_rollout_is_made_of(changes, rollout, prompts, steps):
+    config = dataclasses.replace(PRESETS["qwen3-4b"], **changes)
+    checks.check_config(config)
+    assert (config.rollout_batch, config.prompts_per_rollout, config.steps_per_rollout) == (rollout, prompts, steps)
+
+
+def test_train_problems_fill_one_rollout_to_the_last():
+    config = dataclasses.replace(PRESETS["qwen3-4b"], gradient_accumulation_steps=2, steps_per_generation=16)
+    checks.check_config(dataclasses.replace(config, train_problems=16))
+    with pytest.raises(Refused, match="--train-problems 15: one rollout takes 16 problems"):
+        checks.check_config(dataclasses.replace(config, train_problems=15))
+
+
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [
+        ({}, 104),  # 13 rollouts of 8 problems for 104 steps
+        ({"max_steps": 100}, 104),  # the last rollout is not used up
+        ({"num_iterations": 2}, 56),  # 7 rollouts of 16 steps, the last one for 8 of them
+        ({"gradient_accumulation_steps": 2}, 208),  # 26 of 4 steps
+        ({"steps_per_generation": None}, 104),
+        ({"train_problems": 21, "max_steps": 32}, 32),
+        ({"train_problems": 8, "max_steps": 1}, 8),
+    ],
+)
+def test_problems_come_epoch_after_epoch_in_whole_rollouts(changes, length):
+    from datasets import Dataset
+
+    config = dataclasses.replace(PRESETS["qwen3-4b"], **changes)
+    problems = Dataset.from_dict({"number": range(config.train_problems)})
+    order = in_order(problems, config)["number"]
+    assert len(order) == length
+    epoch = config.train_problems // config.prompts_per_rollout * config.prompts_per_rollout  # what fills no rollout is left
+    parts = [order[i : i + epoch] for i in range(0, length, epoch)]
+    assert all(len(set(part)) == len(part) for part in parts)
+    assert len(parts) == 1 or parts[0] != parts[1][:epoch]
+    assert order == in_order(problems, config)["number"]
+    # a longer run begins as the shorter one, so that it can go on from it; another seed has another order
+    longer = dataclasses.replace(config, max_steps=3 * config.max_steps)
+    assert in_order(problems, longer)["number"][:length] == order
+    assert in_order(problems, dataclasses.replace(config, seed=1))["number"] != order
+
+
 def test_preset_follows_the_card_and_the_word():
     assert read_config([], None).preset == "smollm2" and read_config([], card()).preset == "qwen3-4b"
     assert read_config(["--preset=smollm2"], card()).fast_inference is True
     assert read_config(["--preset", "smollm2"], None).fast_inference is False
     assert read_config(["--preset", "smollm2", "--no-fast-inference"], card()).fast_inference is False
     assert read_config(["--preset", "qwen3-4b", "--load-in", "16bit"], card()).load_in == "16bit"
+    assert read_config(["--preset", "chapter"], card()) == PRESETS["chapter"]
+    assert read_config(["--steps-per-generation", "None"], card()).steps_per_generation is None
+    assert read_config(["--preset", "smollm2", "--steps-per-generation", "4"], None).prompts_per_rollout == 4
+
+
+def test_the_chapters_preset_is_the_default_but_for_what_makes_it_fast():
+    chapter, default = dataclasses.asdict(PRESETS["chapter"]), dataclasses.asdict(PRESETS["qwen3-4b"])
+    assert {name for name in chapter if chapter[name] != default[name]} == {
+        "preset", "steps_per_generation", "kv_cache_gib", "lean_decode", "max_steps"}  # fmt: skip
+    # the default's last rollout is used up, and its cache holds the answers of a rollout at 0.83 of their full length
+    assert default["max_steps"] % PRESETS["qwen3-4b"].steps_per_rollout == 0
+    assert 7.5 * 2**30 / 147_456 / 64 == pytest.approx(0.83 * 1024, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,9 @@ import budget
 import shapes
 from train import PRESETS, grpo_arguments
 
+BITSANDBYTES_LOADER = "model_executor/model_loader/bitsandbytes_loader.py"
+BITSANDBYTES_LAYER = "model_executor/layers/quantization/bitsandbytes.py"
+
 
 @pytest.mark.parametrize(
     ("package", "file", "text"),
@@ -35,6 +38,25 @@ from train import PRESETS, grpo_arguments
         ("unsloth", "models/loader.py", "\n        float8_kv_cache = False,"),  # engine.py, vllm_arguments
         ("unsloth_zoo", "vllm_utils.py", 'kv_cache_dtype         = "fp8" if float8_kv_cache else "auto",'),
         ("unsloth_zoo", "rl_replacements.py", "batch_size = math.ceil(total_samples / B)"),  # train.py, the mini batch
+        ("unsloth", "models/rl_replacements.py", "                B = self.args.unsloth_grpo_mini_batch\n"),  # scoring.py
+        ("unsloth", "models/rl_replacements.py", "_pk_W = logits_to_keep + max_left_pad"),
+        ("unsloth", "models/rl_replacements.py", ":, -(logits_to_keep + max_left_pad) :"),
+        ("unsloth", "models/rl_replacements.py", "return logprobs.detach(), entropies, aux_loss"),
+        ("unsloth_zoo", "rl_replacements.py", "max_left_pad = old_logps.shape[1] - logits_to_keep"),
+        ("unsloth_zoo", "rl_replacements.py", "max_left_pad = ref_logps.shape[1] - logits_to_keep"),
+        ("vllm", BITSANDBYTES_LOADER, 'set_weight_attrs(param, {"bnb_quant_state": quant_states})'),  # decode.py
+        ("vllm", BITSANDBYTES_LOADER, "for seq, quant_state in quant_states.items():"),
+        ("vllm", BITSANDBYTES_LAYER, "x, weight[offsets[i] : offsets[i + 1]].t(), quant_states[i]"),
+        ("unsloth_zoo", "vllm_utils.py", "from vllm.config import CompilationConfig\n"),  # decode.py, graphs_of
+        ("unsloth_zoo", "vllm_utils.py", "good_keys = inspect.signature(CompilationConfig).parameters.keys()"),
+        ("unsloth_zoo", "vllm_utils.py", "compilation_config = CompilationConfig(**compile_flags)"),
+        ("vllm", "config/compilation.py", "\n    cudagraph_capture_sizes: list[int]"),
+        ("vllm", "config/compilation.py", "\n    cudagraph_specialize_lora: bool = True"),
+        ("vllm", "config/compilation.py", "\n    FULL_DECODE_ONLY = (FULL, NONE)"),
+        ("unsloth_zoo", "vllm_utils.py", 'unsloth_vllm_standby or (os.getenv("UNSLOTH_VLLM_STANDBY", "0")'),  # engine.py
+        ("unsloth_zoo", "vllm_utils.py", 'standby_util_override = os.getenv("UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE", "0") != "0"'),
+        ("unsloth_zoo", "vllm_utils.py", "\n    if unsloth_vllm_standby and not standby_util_override:\n"),
+        ("unsloth", "models/rl.py", "args.vllm_enable_sleep_mode=True"),
         ("mlflow", "store/db/utils.py", "if attempts < MAX_RETRY_COUNT:"),  # record.py, impatience
         ("vllm", "config/cache.py", "\n    gpu_memory_utilization: float"),  # record.py, engine_figures
         ("vllm", "config/cache.py", "\n    num_gpu_blocks: int | None"),
@@ -140,10 +162,31 @@ def test_the_longest_sequence_is_planned_as_unsloth_estimates_it(load_in, kv_cac
         assert abs(budget.unsloths_longest(config, shape, share * 40 * 2**30) - tokens) <= 256
 
 
-def test_a_pass_holds_one_completion_however_large_the_batch(tmp_path):
-    """Where Unsloth does not pack: its mini batch is the number of passes, the rows in one are the batch over that."""
-    for batch, steps in ((8, 1), (2, 32)):
-        config = dataclasses.replace(PRESETS["qwen3-4b"], per_device_train_batch_size=batch, gradient_accumulation_steps=steps)
+@pytest.mark.parametrize(
+    ("method", "owner", "package", "file"),
+    [
+        ("apply", "BitsAndBytesLinearMethod", "vllm", BITSANDBYTES_LAYER),
+        ("_bind_quant_states_to_params", "BitsAndBytesModelLoader", "vllm", BITSANDBYTES_LOADER),
+        ("_get_per_token_logps_and_entropies", "GRPOTrainer", "trl", "trainer/grpo_trainer.py"),
+    ],
+)  # fmt: skip
+def test_what_is_replaced_takes_the_arguments_of_what_replaces_it(method, owner, package, file):
+    """By name and order, as far as decode.py and scoring.py name them."""
+    (found,) = [n for n in ast.parse(source(package, file)).body if isinstance(n, ast.ClassDef) and n.name == owner]
+    (function,) = [n for n in found.body if isinstance(n, ast.FunctionDef) and n.name == method]
+    expected = {
+        "apply": ["self", "layer", "x", "bias"],
+        "_bind_quant_states_to_params": ["self", "model", "stacked_quant_state_dict"],
+        "_get_per_token_logps_and_entropies": ["self", "model", "input_ids", "attention_mask"],
+    }
+    assert [argument.arg for argument in function.args.args][: len(expected[method])] == expected[method]
+
+
+def test_a_pass_holds_one_completion_however_large_the_rollout(tmp_path):
+    """Where Unsloth does not pack: its mini batch is the number of passes, the rows in one are a training batch over that."""
+    for batch, steps, passes in ((8, 1, None), (8, 1, 8), (2, 32, None), (4, 2, 16)):
+        config = dataclasses.replace(PRESETS["qwen3-4b"], per_device_train_batch_size=batch, gradient_accumulation_steps=steps,
+                                     steps_per_generation=passes)  # fmt: skip
         arguments = grpo_arguments(config, tmp_path, on_gpu=True)
-        rows = arguments["per_device_train_batch_size"] * arguments["steps_per_generation"]
-        assert rows / arguments["unsloth_grpo_mini_batch"] == 1
+        assert arguments["steps_per_generation"] == (passes or steps)
+        assert arguments["per_device_train_batch_size"] / arguments["unsloth_grpo_mini_batch"] == 1

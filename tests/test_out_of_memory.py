@@ -249,12 +249,14 @@ def test_a_race_is_no_shortage():
 
 CONFIGS = [
     dataclasses.replace(
-        base, num_generations=group, per_device_train_batch_size=batch, gradient_accumulation_steps=steps, **more
+        base, num_generations=group, per_device_train_batch_size=batch, gradient_accumulation_steps=steps,
+        steps_per_generation=rollout and rollout * steps, **{"train_problems": 512, **more},
     )
     for base in (QWEN, SMOL, BY_HAND, LIMITED)
+    for rollout in (None, 1, 3, 8)
     for group, batch, steps in [(8, 8, 1), (8, 1, 8), (4, 3, 4), (2, 1, 2), (3, 9, 2), (5, 5, 3), (2, 2, 1), (16, 64, 2)]
     for more in ({}, {"max_completion_length": 1, "eval_problems": 0, "kv_cache_gib": 0.6}, {"train_problems": 64})
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("memory", [None, FULL, dataclasses.replace(FULL, total_gib=140)])
@@ -274,7 +276,9 @@ def test_every_knob_obeys_the_rules(memory, on_card):
                 cache = changed.kv_cache_gib if changed.fast_inference else math.inf
                 assert change.keys() != {"kv_cache_gib"} or cache >= changed.max_seq_length * 0.5 / 1024
                 if "gradient_accumulation_steps" in change and "answers" not in names:
-                    assert changed.effective_batch == config.effective_batch
+                    assert (changed.effective_batch, changed.rollout_batch) == (config.effective_batch, config.rollout_batch)
+                if change.keys() == {"steps_per_generation"}:
+                    assert changed.rollout_batch < config.rollout_batch and changed.effective_batch == config.effective_batch
                 assert in_words(change, config).count("--") == len(change)
 
 
@@ -293,6 +297,34 @@ def test_what_vllm_generates_lies_in_its_cache():
     assert "--kv-cache-gib 1.25" in explain(error, QWEN, "training, step 3", FULL).splitlines()[-1]
     said = explain(error, dataclasses.replace(QWEN, fast_inference=False), "training, step 3", FULL).splitlines()[-1]
     assert "--num-generations 4 (now 8) --per-device-train-batch-size 4 (now 8); --max-completion-length 384 (now 768)" in said
+
+
+@pytest.mark.parametrize(
+    ("steps", "passes", "expected"),
+    [
+        (1, 8, {"steps_per_generation": 4}),
+        (1, 3, {"steps_per_generation": 1}),
+        (4, 12, {"steps_per_generation": 4}),  # half of it, 6, would be a step and a half
+        (4, 8, {"steps_per_generation": 4}),
+        (2, 10, {"steps_per_generation": 4}),
+        # one step a rollout: half of its problems, or of its one group
+        (4, 4, {"gradient_accumulation_steps": 2, "steps_per_generation": 2}),
+        (1, 1, {"num_generations": 4, "per_device_train_batch_size": 4}),
+        (1, None, {"num_generations": 4, "per_device_train_batch_size": 4}),
+    ],
+)
+def test_fewer_answers_are_first_those_of_fewer_groups_a_rollout(steps, passes, expected):
+    config = dataclasses.replace(EIGHT, gradient_accumulation_steps=steps, steps_per_generation=passes)
+    assert out_of_memory.fewer_answers(config) == expected
+    check_config(dataclasses.replace(config, **expected))
+
+
+def test_a_pass_that_is_split_leaves_the_rollout_as_it_was():
+    error = raised(OutOfMemoryError(CUDA), ["_run_epoch", "training_step", "backward"])
+    assert (
+        "what helps most: --per-device-train-batch-size 4 (now 8) --gradient-accumulation-steps 2 (now 1) "
+        "--steps-per-generation 16 (now 8); --kv-cache-gib 3.75 (now 7.5)"
+    ) in explain(error, EIGHT, "training, step 3", None)
 
 
 # what was read is still there

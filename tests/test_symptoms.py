@@ -80,14 +80,15 @@ def test_a_small_model_that_learns_is_healthy(seed):
     silent_at_every_step(logs, SMOL, can_think=False)
 
 
+@pytest.mark.parametrize("config", [QWEN, EIGHT], ids=["a group a rollout", "eight"])
 @pytest.mark.parametrize("seed", range(20))
-def test_a_model_that_thinks_within_its_limit_is_healthy(seed):
+def test_a_model_that_thinks_within_its_limit_is_healthy(seed, config):
     draw, logs = random.Random(seed), []
-    for step in range(100):
-        right = draw.random() < 0.3 + step / 200
-        reward = 1.2 if right else draw.uniform(0.4, 1.1)
-        logs.append(rollout(reward, float(right), draw.uniform(0.1, 0.4), draw.uniform(300, 500)))
-    silent_at_every_step(logs, QWEN, can_think=True)
+    for step in range(100 // config.prompts_per_rollout):
+        right = [draw.random() < 0.3 + step * config.prompts_per_rollout / 200 for _ in range(config.prompts_per_rollout)]
+        reward = sum(1.2 if all_right else draw.uniform(0.4, 1.1) for all_right in right) / len(right)
+        logs.append(rollout(reward, sum(right) / len(right), draw.uniform(0.1, 0.4), draw.uniform(300, 500)))
+    silent_at_every_step(logs, config, can_think=True)
 
 
 def test_a_loss_near_zero_is_normal():
@@ -141,6 +142,22 @@ def test_clipped_names_thinking_where_it_is_on():
         assert "thinking" not in text and "limit is too short" in text and text.endswith("--max-completion-length 1536")
 
 
+@pytest.mark.parametrize(("groups", "rollouts"), [(1, 10), (2, 5), (3, 4), (4, 3), (8, 3), (16, 3)])
+def test_a_window_holds_ten_groups_and_three_rollouts(groups, rollouts):
+    """The least that are enough, and how many completions of 8 answers a group they are."""
+    config = dataclasses.replace(EIGHT, steps_per_generation=groups)
+    cut_off = rollout(0.1, 0, 1.0, 768)
+    later = {"loss": 0.01, "grad_norm": 0.2, "clip_ratio/region_mean": 0.001}  # steps on the same rollout
+    logs = [step for _ in range(rollouts) for step in [cut_off, *[later] * (groups - 1)]]
+    assert seen(logs[:-groups], config) == {}
+    assert f"100 % of the last {rollouts * groups * 8} completions" in seen(logs, config)["clipped"]
+    again = dataclasses.replace(config, num_iterations=2)  # a rollout serves twice as many steps, and is one rollout
+    assert seen(reused(logs), again).keys() == {"clipped"}
+    trend = [rollout(length=50)] * rollouts + [rollout(length=200)] * rollouts
+    assert seen(trend[:-1], config) == {}
+    assert f"(first {rollouts * groups * 8} completions) to 200" in seen(trend, config)["running_away"]
+
+
 def test_clipped_starts_at_nine_in_ten():
     assert list(seen([rollout(clipped=0.9)] * 10)) == ["clipped"]
     assert seen([rollout(clipped=0.89)] * 10) == {}
@@ -156,9 +173,11 @@ def test_no_spread_names_the_temperature():
 
 
 def test_no_spread_counts_groups_not_rollouts():
-    config = dataclasses.replace(SMOL, gradient_accumulation_steps=4)  # four groups a step
-    assert "95 % of the last 40 groups" in seen([rollout(0.3, 0.95)] * 10, config)["no_spread"]
-    assert seen([rollout(0.3, 0.94)] * 10, config) == {}
+    # ten groups are at least two rollouts of eight, but fewer than three show no trend: 24 groups
+    for config in (EIGHT, dataclasses.replace(SMOL, gradient_accumulation_steps=8)):
+        one_teaches = [rollout(0.3, 1), rollout(0.3, 7 / 8), rollout(0.3, 1)]
+        assert "96 % of the last 24 groups" in seen(one_teaches, config)["no_spread"]
+        assert seen([*one_teaches, rollout(0.3, 7 / 8)], config) == {}  # 22 of the last 24
     assert seen([SICK["no_spread"]] * 9 + [rollout(0.3, 0)]) == {}  # one group of ten still teaches
 
 
@@ -243,7 +262,7 @@ LOGS = st.fixed_dictionaries({"step": st.integers(1, 1000)}, optional={**dict.fr
 @settings(deadline=None)
 @given(
     logs=st.lists(LOGS, max_size=30) | LOGS.map(lambda log: [log] * 25),
-    config=st.sampled_from([SMOL, QWEN]),
+    config=st.sampled_from([SMOL, QWEN, EIGHT]),
     best_reward=st.none() | st.floats(),
     can_think=st.booleans(),
 )
