@@ -24,6 +24,8 @@ def in_training_batches(trainer) -> None:
             ]
         finally:
             args.unsloth_grpo_mini_batch = passes
+        if parts[0] is None:  # Unsloth's loss asks as well, for what it makes itself
+            return None, None, None
         width = max(part.shape[1] for part in parts)
         return torch.cat([torch.nn.functional.pad(part, (width - part.shape[1], 0)) for part in parts]), None, None
 
