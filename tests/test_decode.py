@@ -200,10 +200,12 @@ def test_sleep_mode_is_asked_for_in_the_environment_and_the_share_kept():
 def trainer():
     """A trainer whose passes return columns from their own longest prompt's end on: a 0 is padding, log-probs are -token."""
 
-    def score(model, input_ids, attention_mask, logits_to_keep, batch_size=None, compute_entropy=False):
+    def score(model, input_ids, attention_mask, logits_to_keep, batch_size=None, entropy=False, compute_efficient=False):
         asked.append((input_ids.tolist(), attention_mask.tolist(), logits_to_keep, batch_size, args.unsloth_grpo_mini_batch))
         if model == "fails":
             raise RuntimeError("out of memory")
+        if compute_efficient:
+            return None, None
         prompts = input_ids[:, :-logits_to_keep]
         padding = max(int((row == 0).sum()) for row in prompts)
         return -input_ids[:, -(logits_to_keep + padding) :].float(), "entropies", "auxiliary"
@@ -234,6 +236,18 @@ def test_a_rollout_is_scored_in_passes_of_the_training_batch(trainer):
         [-5, -3, -41, -42],
         [0, -8, -51, -52],
     ]
+    assert trainer.args.unsloth_grpo_mini_batch == 2
+
+
+def test_where_unsloths_loss_scores_by_itself_there_is_nothing_to_put_together(trainer):
+    """It asks in each training pass, with compute_efficient as the last argument, and takes the first of what it gets."""
+    import torch
+
+    import scoring
+
+    scoring.in_training_batches(trainer)
+    ids = torch.ones(2, 3)
+    assert trainer._get_per_token_logps_and_entropies("model", ids, ids, 2, None, False, True)[0] is None
     assert trainer.args.unsloth_grpo_mini_batch == 2
 
 

@@ -39,6 +39,7 @@ BITSANDBYTES_LAYER = "model_executor/layers/quantization/bitsandbytes.py"
         ("unsloth_zoo", "vllm_utils.py", 'kv_cache_dtype         = "fp8" if float8_kv_cache else "auto",'),
         ("unsloth_zoo", "rl_replacements.py", "batch_size = math.ceil(total_samples / B)"),  # train.py, the mini batch
         ("unsloth", "models/rl_replacements.py", "                B = self.args.unsloth_grpo_mini_batch\n"),  # scoring.py
+        ("unsloth", "models/rl_replacements.py", "        if compute_efficient:\n"),
         ("unsloth", "models/rl_replacements.py", "_pk_W = logits_to_keep + max_left_pad"),
         ("unsloth", "models/rl_replacements.py", ":, -(logits_to_keep + max_left_pad) :"),
         ("unsloth", "models/rl_replacements.py", "return logprobs.detach(), entropies, aux_loss"),

@@ -52,7 +52,7 @@ def folder(tmp_path_factory):
 def progress_of(config, reward, say, run_dir, samples=None):
     """The callback for one reward, with a record that keeps nothing but what it hands to `samples`."""
     rewards = SimpleNamespace(REWARDS=[reward], EXAMPLES=[{"rewards": [1.0]}])
-    record = SimpleNamespace(metrics=lambda logs, step: None, samples=samples)
+    record = SimpleNamespace(metrics=lambda logs, step=None: None, samples=samples)
     phases = Phases(ON_GPU, say)
     meter = Meter(None, None, phases, None, say)
     return Progress(
@@ -123,18 +123,77 @@ def test_epsilon_high_is_epsilon_where_it_is_not_given(run):
     assert (trainer.epsilon_low, trainer.epsilon_high) == (0.1, 0.1)
 
 
-def test_num_iterations(run, said):
-    trainer, _ = run(num_iterations=2, max_steps=4)
-    assert trainer.num_iterations == 2
-    # two optimizer steps on each batch: only the first of the two generates, and earns rewards
+def test_num_iterations_and_steps_per_generation(run, said):
+    trainer, _ = run(num_iterations=2, steps_per_generation=2, max_steps=5)
+    assert trainer.num_iterations == trainer.args.steps_per_generation == 2
+    # two groups, and two optimizer steps on each: only the first of the four generates, and earns rewards
     steps = [logs for logs in trainer.state.log_history if "loss" in logs]
-    assert ["reward" in logs for logs in steps] == [True, False, True, False]
+    assert ["reward" in logs for logs in steps] == [True, False, False, False, True]
     assert [line.split("  ")[:2] for line in said] == [
-        ["step 1/4", "reward 0.500"],
-        ["step 2/4", "same completions once more"],
-        ["step 3/4", "reward 0.500"],
-        ["step 4/4", "same completions once more"],
+        ["step 1/5", "reward 1.500"],
+        ["step 2/5", "2 of 4 of its rollout"],
+        ["step 3/5", "3 of 4 of its rollout"],
+        ["step 4/5", "4 of 4 of its rollout"],
+        ["step 5/5", "reward 1.500"],
     ]
+    # what a rollout generated is what its steps share
+    generated, seconds = steps[0]["completions/mean_length"] * 4, [sum(seconds_of(logs)) for logs in steps]
+    assert steps[3]["tokens_per_second/overall"] == pytest.approx(generated / sum(seconds[:4]), rel=0.05)
+    assert all(logs["seconds/generation"] == 0 for logs in steps[1:4]) and steps[4]["seconds/generation"] > 0
+
+
+def seconds_of(logs):
+    return [value for name, value in logs.items() if name.startswith("seconds/")]
+
+
+def test_speed_and_time_left_by_hand(tmp_path):
+    """Rollouts of four steps, 8 completions each: 80 and 96 tokens, of which the first step waits for all."""
+    config = dataclasses.replace(TINY, steps_per_generation=4, max_steps=12, beta=0.1)
+    progress = progress_of(config, length_reward, print, tmp_path)
+    shown, overall, left = [], [], []
+    for step, seconds in enumerate([9.0, 1.0, 1.0, 1.0, 5.0, 1.0, 1.0, 1.0], 1):
+        first = step % 4 == 1
+        progress.seconds.append(seconds)
+        progress.parts = {"generation": 4.0 * first, "forward_backward": 0.5}
+        logs = {"loss": 0.0, "kl": 0.01, "clip_ratio/region_mean": 0.02, "num_tokens": 200 + 360 * (step > 4)}
+        if first:
+            rewards = {"reward": 0.5, "rewards/length_reward/mean": 0.5}
+            logs |= {**rewards, "completions/mean_length": 10.0 if step == 1 else 12.0}
+        found = progress.speed(logs)
+        assert ("tokens_per_second/generated" in found) == first
+        # prompts and answers of the rollout, a quarter in each step
+        assert found["tokens_per_second/trained"] == pytest.approx((200 if step <= 4 else 360) / 4 / 0.5)
+        overall.append(found["tokens_per_second/overall"])
+        left.append(progress.eta(12 - step))
+        shown.append(progress.line(step, logs | found))
+    # over the seconds of the last four steps, as far as there are any: 80 tokens in 12 s, then 96 in 8
+    assert overall == pytest.approx([80 / 4 / 9, 80 / 4 / 5, 80 / 4 * 3 / 11, 80 / 12, 96 / 4 / 2, 12.0, 12.0, 12.0])
+    # by what there is of the first rollout, which says too much, until there is a second one, of 2 s a step
+    assert left == [11 * 9, 10 * 5, round(9 * 11 / 3), 8 * 3, 7 * 3, 6 * 3, 5 * 3, 4 * 2]
+    line = r"step  (\d+)/12  (.+?)  kl 0.0100  clipped 0.0200  (\d+) tok/s  (\d.\d) s  \d+.\d GiB  eta 0:(\d\d)"
+    assert re.fullmatch(line, shown[1]).groups() == ("2", "2 of 4 of its rollout", "4", "1.0", "50")
+    assert re.fullmatch(line, shown[4]).groups() == ("5", "reward 0.500  length 0.500", "12", "5.0", "21")
+    assert re.fullmatch(line, shown[7]).groups() == ("8", "4 of 4 of its rollout", "12", "1.0", "08")
+
+
+def test_a_checkpoint_and_a_stop_wait_for_the_end_of_the_rollout(tmp_path):
+    """Due every 3 steps, with rollouts of 4: at the next end of one; and at the last step, wherever that is."""
+    config = dataclasses.replace(TINY, steps_per_generation=4, max_steps=14, save_steps=3)
+    progress = progress_of(config, length_reward, print, tmp_path)
+    progress.phases = SimpleNamespace(end_step=dict, imports=1.0, made=0.0)
+
+    def after(step):
+        progress.start, control = 0.0, SimpleNamespace(should_training_stop=False, should_save=False)
+        progress.on_step_end(None, SimpleNamespace(global_step=step), control)
+        return control
+
+    assert [step for step in range(1, 15) if after(step).should_save] == [4, 8, 12, 14]
+    progress.stop.asked = 15
+    assert [step for step in range(1, 13) if after(step).should_training_stop] == [4, 8, 12]
+    assert after(14).should_training_stop and after(4).should_save
+    progress.config = dataclasses.replace(config, save_steps=8)
+    progress.stop.asked = None
+    assert [step for step in range(1, 15) if after(step).should_save] == [8, 14]
 
 
 def test_beta_brings_the_kl(run):
@@ -194,7 +253,7 @@ def test_a_reward_that_does_not_apply_is_no_error(tmp_path):
 
     progress = progress_of(TINY, some_reward, print, tmp_path)
     progress.seconds = [1.0]
-    logs = {"loss": 0.0, "reward": None, "rewards/some_reward/mean": None, "completions/mean_length": 3.0}
+    logs = {"loss": 0.0, "reward": None, "rewards/some_reward/mean": None, "tokens_per_second/overall": 6.0}
     assert progress.line(1, logs).startswith("step 1/1  reward none  some none  6 tok/s  1.0 s  ")
 
 

@@ -265,18 +265,22 @@ def test_a_resumed_run_is_a_run_of_its_own_below_the_first(stopped, resumed):
 
 
 def test_resume_is_exact_with_a_reference_reused_completions_and_accumulated_gradients(lab, tmp_path):
-    """A stop waits for the end of the rollout: its completions are no part of a checkpoint. Nor is a second adapter."""
-    more = ("--num-iterations", 2, "--gradient-accumulation-steps", 2, "--per-device-train-batch-size", 2, "--save-steps", 3,
-            "--beta", 0.1)  # fmt: skip
+    """A stop waits for the end of the rollout: its completions are no part of a checkpoint. Nor is a second adapter.
+
+    Two groups of four answers in four passes of two, two to a step, and each of them twice: four steps a rollout.
+    """
+    more = ("--num-iterations", 2, "--gradient-accumulation-steps", 2, "--per-device-train-batch-size", 2,
+            "--steps-per-generation", 4, "--save-steps", 3, "--beta", 0.1, "--max-steps", 10)  # fmt: skip
     whole = lab(tmp_path / "whole", *more)
-    broken = lab(tmp_path / "broken", *more, AT="3", DO="SIGTERM")
-    assert {folder.name for folder in whole.run_dir.glob("checkpoints/*")} == {"checkpoint-6", "checkpoint-8"}
-    assert broken.code == 143 and "step 4/8" in broken.said and "step 5/8" not in broken.said
+    broken = lab(tmp_path / "broken", *more, AT="5", DO="SIGTERM")
+    assert {folder.name for folder in whole.run_dir.glob("checkpoints/*")} == {"checkpoint-8", "checkpoint-10"}
+    assert set(recorded(whole).history("reward")) == {1, 5, 9} and set(recorded(whole).history("loss")) == set(range(1, 11))
+    assert broken.code == 143 and "step  8/10" in broken.said and "step  9/10" not in broken.said
     rest = resume(lab, broken, *more)
     assert rest.code == 0 and same(whole.run_dir / "final-adapter", rest.run_dir / "final-adapter")
     kl = recorded(whole).history("kl")
-    assert kl[8] > 0 and kl == {**recorded(broken).history("kl"), **recorded(rest).history("kl")}
-    assert len(weights(rest.run_dir / "checkpoints" / "checkpoint-8")) == 28
+    assert kl[10] > 0 and kl == {**recorded(broken).history("kl"), **recorded(rest).history("kl")}
+    assert len(weights(rest.run_dir / "checkpoints" / "checkpoint-10")) == 28
     assert not list(rest.run_dir.glob("*/*/ref"))
 
 
@@ -341,7 +345,8 @@ def test_what_is_no_whole_checkpoint_is_refused_in_one_line(lab, copied, damage,
     [
         (["--lora-r", 8], "--lora-r 8: the checkpoint is of 16; leave it away, or start anew"),
         (["--model", "smollm2-135m-instruct"], "--model smollm2-135m-instruct: the checkpoint is of "),
-        (["--num-iterations", 2], "step 5 lies within a rollout of 2 steps (--num-iterations)"),
+        (["--num-iterations", 2], "step 5 lies within a rollout of 2 steps (--steps-per-generation, --num-iterations)"),
+        (["--steps-per-generation", 3], "step 5 lies within a rollout of 3 steps (--steps-per-generation, "),
         (["--preset", "qwen3-4b"], "--preset qwen3-4b: the checkpoint is of smollm2; leave it away, or start anew"),
     ],
 )

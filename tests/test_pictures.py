@@ -12,6 +12,7 @@ import matplotlib.image
 import pytest
 from mlflow.tracking import MlflowClient
 
+import pictures
 from pictures import BARS, FIGURES
 from record import upload
 
@@ -128,6 +129,72 @@ def test_slow_first_steps_squash_no_others_and_count_in_no_share():
     assert "share, step 3 to 30" in texts(figure) and "generation 64 %" in texts(figure) and "rewards < 1 %" in texts(figure)
     assert "higher" not in texts(FIGURES["step_time"](seconds(30, first=5.0)))
     assert len(FIGURES["step_time"](seconds(1001)).axes[0].patches) <= 6 * BARS
+
+
+def points(seconds=10.0):
+    """What benchmark.py measures: one factor at a time, around a middle that all three share."""
+    at = [(8, 768, 8), (4, 768, 8), (32, 768, 8), (8, 256, 8), (8, 2048, 8), (8, 768, 1), (8, 768, 16)]
+    rest = {"generation": 0.8 * seconds, "log_probs": 0.05 * seconds, "forward_backward": 0.1 * seconds, "rest": 0.01,
+            "roofline_decoding": 0.2 * seconds, "roofline_training": 0.04 * seconds}  # fmt: skip
+    return {"rows": [{"G": g, "C": c, "R": r, "seconds": seconds * g * c / r / 768, **rest} for g, c, r in at]}
+
+
+def curves(groups=(1, 8), seeds=3, evaluations=4):
+    """Held-out accuracy, the larger the later, and by a hundredth with each seed; a rollout of many is half as slow."""
+
+    def at(i, n, seed):
+        return [10 * i, 80 * i, 30.0 * i / (1 + (n > 1)), 0.3 + 0.1 * i + seed / 100]
+
+    return {"curves": [{"groups": n, "seed": seed, "points": [at(i, n, seed) for i in range(evaluations + 1)]}
+                       for seed in range(seeds) for n in groups]}  # fmt: skip
+
+
+COMPARED = {
+    "scale": ("scale", points()),
+    "scale, one point": ("scale", {"rows": points()["rows"][:1]}),
+    "scale, thousandths of a second": ("scale", points(0.002)),
+    "learning": ("learning", curves()),
+    "learning, one seed": ("learning", curves(seeds=1)),
+    "learning, one of both": ("learning", curves(groups=(4,))),
+    "learning, before the first step": ("learning", curves(evaluations=0)),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("case", COMPARED)
+def test_comparisons_are_drawn_within_the_canvas(case, tmp_path):
+    name, data = COMPARED[case]
+    figure = getattr(pictures, name)(json.loads(json.dumps(data)))
+    figure.savefig(tmp_path / "figure.png")
+    height, width, _ = matplotlib.image.imread(tmp_path / "figure.png").shape
+    assert (width, height) == (1210, 440)
+    drawn = figure.get_tightbbox()  # inches
+    assert drawn.x0 >= 0 and drawn.y0 >= 0 and drawn.x1 <= width / figure.dpi and drawn.y1 <= height / figure.dpi
+    assert all(axes.bbox.width > 0.2 * width and axes.bbox.height > 0.5 * height for axes in figure.axes)
+
+
+def test_each_panel_of_scale_varies_one_factor():
+    figure = pictures.scale(points())
+    lines = [axes.get_lines()[0] for axes in figure.axes]  # seconds a step, in growing order of the factor
+    assert [list(line.get_xdata()) for line in lines] == [[4, 8, 32], [256, 768, 2048], [1, 8, 16]]
+    assert list(lines[0].get_ydata()) == [5, 10, 40] and list(lines[2].get_ydata()) == [80, 10, 5]
+    generation, training, least = figure.axes[0].get_lines()[1:]
+    assert list(generation.get_ydata()) == [8.0] * 3 and list(training.get_ydata()) == pytest.approx([1.5] * 3)
+    assert list(least.get_ydata()) == pytest.approx([2.4] * 3)  # decoding and training together
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [
+        "a step", "generation", "log-probs and training pass", "roofline of a step"]  # fmt: skip
+
+
+def test_learning_shows_each_seed_and_the_mean_of_all():
+    figure = pictures.learning(curves())
+    by_completions, by_seconds = figure.axes
+    for axes, last in ((by_completions, 320), (by_seconds, 120)):
+        lines = axes.get_lines()
+        assert len(lines) == 2 * (3 + 1)
+        assert [round(y, 2) for y in lines[2].get_ydata()] == [0.32, 0.42, 0.52, 0.62, 0.72]  # the third seed
+        assert lines[3].get_ydata() == pytest.approx([0.31, 0.41, 0.51, 0.61, 0.71]) and max(lines[3].get_xdata()) == last
+    assert max(by_seconds.get_lines()[-1].get_xdata()) == 60
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["1 a rollout", "8 a rollout"]
 
 
 def test_two_threads_draw_the_same(tmp_path):

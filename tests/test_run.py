@@ -66,7 +66,8 @@ def test_record_holds_config_lock_and_machine(recorded):
         "scale_rewards": "none",
         "epsilon_high": "0.28",
         "effective_batch": "8",
-        "prompts_per_step": "1",
+        "prompts_per_rollout": "1",
+        "steps_per_rollout": "1",
         "seed": "5",
         "enable_thinking": "None",
         "fast_inference": "False",
@@ -121,6 +122,10 @@ def test_record_holds_where_the_time_of_each_step_went(recorded, small_run):
         trained = history("num_tokens")[step] - history("num_tokens").get(step - 1, 0)
         assert history("tokens_per_second/trained")[step] == pytest.approx(trained / parts["forward_backward"][step])
         assert trained > generated  # prompts, too
+        seconds = sum(part[step] for part in parts.values())
+        assert history("tokens_per_second/overall")[step] == pytest.approx(generated / seconds, rel=0.05)
+    start = [run.data.metrics[f"start_seconds/{part}"] for part in ("imports", "to_first_step")]
+    assert start[0] > 1 and start[1] > parts["generation"][1] and sum(start) < small_run.done.seconds
     # there is no card to measure, and no bandwidth to hold the speed against
     assert [name for name in run.data.metrics if name.startswith("vram") or name == "roofline_share"] == []
     drawn = {file.path for file in client.list_artifacts(run.info.run_id)}

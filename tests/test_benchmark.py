@@ -1,0 +1,128 @@
+"""The benchmark's own arithmetic, its command line, and what it makes of a run that fails; no model is loaded."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import benchmark
+from checks import Refused
+from conftest import ROOT
+
+
+def step(generation=0.0, forward_backward=1.0, overall=None, **more):
+    """The metrics of one step, as record.jsonl has them."""
+    found = {"seconds/generation": generation, "seconds/forward_backward": forward_backward, "seconds/rest": 0.5, **more}
+    return found | ({"tokens_per_second/overall": overall} if overall else {})
+
+
+# two rollouts of two steps that count, after one that compiles: 11.5 + 1.5, then 7.5 + 1.5 seconds
+METRICS = {
+    0: {"start_seconds/imports": 20.0, "start_seconds/to_first_step": 90.0},
+    1: step(100.0, 30.0, 1.0, **{"clip_ratio/region_mean": 0.9, "kl": 0.9}),
+    2: step(0.0, 1.0, 2.0, **{"clip_ratio/region_mean": 0.9, "kl": 0.9}),
+    3: step(10.0, 1.0, 999.0, **{"clip_ratio/region_mean": 0.0, "kl": 0.01}),
+    4: step(0.0, 1.0, 100.0, **{"clip_ratio/region_mean": 0.02, "kl": 0.03}),
+    5: step(6.0, 1.0, 999.0, **{"clip_ratio/region_mean": 0.0, "kl": 0.01}),
+    6: step(0.0, 1.0, 300.0, **{"clip_ratio/region_mean": 0.02, "kl": 0.03, "vram_peak_gib": 7.0}),
+    7: {"vram/total_gib": 9.0},
+}
+
+
+def test_figures_by_hand():
+    assert benchmark.figures_of(METRICS, steps=6, skipped=2, each=2) == pytest.approx({
+        "seconds a step": 22 / 4,
+        # of whole rollouts, as their last step has it: as many tokens in each at 100 and at 300 a second are 150 a second
+        "generated tokens/s, over whole steps": 150.0,
+        "of the step: generation, s": 4.0,
+        "of the step: forward_backward, s": 1.0,
+        "of the step: rest, s": 0.5,
+        "imports, s": 20.0,
+        "end of imports to the end of step 1, s": 90.0,
+        "peak on the card, GiB": 9.0,
+        "peak of torch's tensors, GiB": 7.0,
+        "clipped share of tokens": 0.01,
+        "KL": 0.02,
+    })  # fmt: skip
+    lean = {n: {k: v for k, v in values.items() if "seconds/" in k or "overall" in k} for n, values in METRICS.items()}
+    assert set(benchmark.figures_of(lean, 6, 2, 2)) >= {"seconds a step", "imports, s"}
+    assert not {"KL", "peak on the card, GiB"} & set(benchmark.figures_of(lean, 6, 2, 2))
+
+
+def test_a_table_as_the_readme_has_them():
+    assert benchmark.table(["", "`a`"], [["s", "1.5"], ["GiB", 3]]) == "|  | `a` |\n| --- | --- |\n| s | 1.5 |\n| GiB | 3 |"
+    assert [benchmark.shown(value) for value in (None, 0.01234, 9.876, 1234.5)] == ["", "0.0123", "9.88", "1,234"]
+    first, last = {"s": 10.0, "KL": 0.2, "gone": 1.0}, {"s": 4.0, "KL": 0.1}
+    assert [benchmark.ratio(first, last, name) for name in first] == ["2.50", "", ""]
+
+
+@pytest.fixture
+def starts(monkeypatch, tmp_path):
+    """Runs of train.py that are none: each leaves METRICS in its folder and ends with `code`; their commands are kept."""
+    starts = SimpleNamespace(commands=[], environments=[], code=0)
+
+    def run(command, env, **named):
+        starts.commands.append(command)
+        starts.environments.append(env)
+        folder = command[command.index("--output-dir") + 1]
+        (run_dir := Path(folder) / "run").mkdir()
+        steps = int(command[command.index("--max-steps") + 1])
+        values = {n: METRICS[n] if n < 7 else METRICS[4] for n in range(steps + 1)}
+        items = [{"kind": "params", "values": {}}, *({"kind": "metrics", "step": n, "values": v} for n, v in values.items())]
+        (run_dir / "record.jsonl").write_text("\n".join(map(json.dumps, items)) + "\n")
+        return SimpleNamespace(returncode=starts.code, stdout="step 1/6\nfailed in training: no luck\n")
+
+    monkeypatch.setattr(benchmark.subprocess, "run", run)
+    monkeypatch.setattr(benchmark, "find_gpu", lambda: (None, ""))
+    monkeypatch.chdir(tmp_path)
+    return starts
+
+
+def test_compare_starts_each_set_of_flags_as_often_as_asked(starts, capsys, tmp_path):
+    benchmark.main(["compare", "--seed 1", "--seed 2 --steps-per-generation 4", "--starts", "2", "--out", "there",
+                    "--", "--beta", "0.1"])  # fmt: skip
+    words = [command[2 : command.index("--max-steps")] for command in starts.commands]
+    one, four = ["--beta", "0.1", "--seed", "1"], ["--beta", "0.1", "--seed", "2", "--steps-per-generation", "4"]
+    assert words == [one, one, four, four]
+    # three steps that do not count, and at least five that do, in whole rollouts: 3 of 1 step are too few, 3 of 4 are not
+    steps = [command[command.index("--max-steps") + 1] for command in starts.commands]
+    assert steps == [str(3 + 5)] * 2 + [str(4 + 12)] * 2
+    folders = [command[command.index("--output-dir") + 1] for command in starts.commands]
+    assert len(set(folders)) == 4 and not any(Path(folder).exists() for folder in folders)
+    assert [env["MLFLOW_TRACKING_URI"] for env in starts.environments] == [f"sqlite:///{f}/mlflow.db" for f in folders]
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("$ uv run python benchmark.py compare '--seed 1' ") and "no GPU" in said[1]
+    assert "|  | `--seed 1` | `--seed 2 --steps-per-generation 4` | first / last |" in said
+    found = json.loads((tmp_path / "there" / "compare.json").read_text())["starts"]
+    assert [start["flags"] for start in found] == ["--seed 1"] * 2 + ["--seed 2 --steps-per-generation 4"] * 2
+
+
+def test_a_run_that_fails_ends_the_comparison(starts, capsys):
+    starts.code = 1
+    with pytest.raises(Refused, match="train.py --seed 1: exit code 1; its last words are above"):
+        benchmark.main(["compare", "--seed 1", "--seed 2"])
+    assert len(starts.commands) == 1 and "failed in training: no luck" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["compare", "--num-generations 5"], "exit code 2"),  # train.py's own refusal
+        (["compare", "--no-such-flag 1"], "--no-such-flag"),
+        (["learn", "--preset", "smollm2", "--num-generations", "5"], "nearest batch sizes: 5 or 10"),
+    ],
+)
+def test_what_cannot_run_is_told_in_one_line_with_code_2(words, says, tmp_path):
+    done = subprocess.run([sys.executable, str(ROOT / "benchmark.py"), *words], cwd=tmp_path, capture_output=True, text=True,
+                          env={**benchmark.os.environ, "CUDA_VISIBLE_DEVICES": ""}, timeout=60)  # fmt: skip
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and says in done.stderr, done
+    assert done.stderr.startswith("benchmark.py: ")
+
+
+def test_points_differ_from_the_middle_in_one_factor():
+    middle = {"G": 8, "C": 768, "R": 8}
+    assert benchmark.POINTS.count(middle) == 1 and len({str(point) for point in benchmark.POINTS}) == len(benchmark.POINTS)
+    assert all(sum(point[name] != middle[name] for name in middle) <= 1 for point in benchmark.POINTS)
