@@ -23,7 +23,7 @@ def linear_4bit(x: torch.Tensor, weight: torch.Tensor, outputs: int) -> torch.Te
 def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """By bitsandbytes; on Hopper, where that mostly unpacks a layer and multiplies then, with Unsloth's faster unpacking."""
     state = weight.joined
-    if torch.cuda.get_device_capability(x.device)[0] != 9 or state.quant_type != "nf4":
+    if not (x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9 and state.quant_type == "nf4"):
         return matmul_4bit(x, weight.t(), state)
     dense = dequantize_nf4(weight, state.absmax, None, None, None, state.code, state.blocksize, 256, state.shape, x.dtype)
     return torch.nn.functional.linear(x, dense)

@@ -14,7 +14,7 @@ def in_training_batches(trainer) -> None:
 
     def in_passes(model, input_ids, attention_mask, *positional, **named):
         rows, passes = args.per_device_train_batch_size, args.unsloth_grpo_mini_batch
-        if len(input_ids) <= rows:  # no more than a training pass, which Unsloth asks for here too
+        if len(input_ids) <= rows:  # also where Unsloth's loss asks, only to hear that there are none
             return score(model, input_ids, attention_mask, *positional, **named)
         args.unsloth_grpo_mini_batch = 1
         try:
@@ -24,8 +24,6 @@ def in_training_batches(trainer) -> None:
             ]
         finally:
             args.unsloth_grpo_mini_batch = passes
-        if parts[0] is None:  # Unsloth's loss asks as well, for what it makes itself
-            return None, None, None
         width = max(part.shape[1] for part in parts)
         return torch.cat([torch.nn.functional.pad(part, (width - part.shape[1], 0)) for part in parts]), None, None
 

@@ -362,9 +362,9 @@ def test_graphs_of_vllm_by_hand():
 )
 def test_lean_graphs_are_for_a_rollout_that_thins_out(groups, seats, sizes):
     config = with_values(EIGHT, steps_per_generation=groups)
-    assert (budget.seats(config), budget.graph_sizes(config), budget.graph_count(config)) == (seats, sizes, len(sizes))
+    assert (budget.seats(config), budget.graph_sizes(config), budget.graph_count(config)) == (seats, sizes, 2 * len(sizes))
     plan = budget.plan(config, QWEN3_4B, 15.46)
-    assert plan["vllm_graphs"].formula == f"{len(sizes)} graphs and their pool"
+    assert plan["vllm_graphs"].formula == f"{2 * len(sizes)} graphs and their pool"
     assert f" {seats} sampled" in plan["vllm_activations"].formula
 
 

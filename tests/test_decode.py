@@ -105,7 +105,6 @@ def vllm(monkeypatch):
         level: int = 0
         cudagraph_mode: str = "by itself"
         cudagraph_capture_sizes: list | None = None
-        cudagraph_specialize_lora: bool = True
 
     modes = SimpleNamespace(FULL_DECODE_ONLY="whole", FULL_AND_PIECEWISE="whole and in pieces")
     names = {
@@ -157,9 +156,9 @@ def unsloths_choice():
 def test_graphs_are_narrowed_while_vllm_starts(decode, vllm):
     made = vllm.config.CompilationConfig
     with decode.graphs_of([1, 2, 4, 8, 16]):
-        assert unsloths_choice() == made(3, "whole", [1, 2, 4, 8, 16], False)
+        assert unsloths_choice() == made(3, "whole", [1, 2, 4, 8, 16])
         assert isinstance(unsloths_choice(), made)
-    assert vllm.config.CompilationConfig is made and unsloths_choice() == made(3, "whole and in pieces", None, True)
+    assert vllm.config.CompilationConfig is made and unsloths_choice() == made(3, "whole and in pieces", None)
     with pytest.raises(ValueError, match="vLLM does not start"), decode.graphs_of([1]):
         raise ValueError("vLLM does not start")
     assert vllm.config.CompilationConfig is made
@@ -169,7 +168,7 @@ def test_vllms_own_class_has_what_is_set():
     file = importlib.metadata.distribution("vllm").locate_file("vllm/config/compilation.py")
     (found,) = [node for node in ast.parse(Path(file).read_text()).body if getattr(node, "name", "") == "CompilationConfig"]
     fields = {node.target.id for node in found.body if isinstance(node, ast.AnnAssign)}
-    assert {"cudagraph_mode", "cudagraph_capture_sizes", "cudagraph_specialize_lora"} <= fields
+    assert {"cudagraph_mode", "cudagraph_capture_sizes"} <= fields
 
 
 @pytest.mark.parametrize("lean", [True, False])
@@ -181,7 +180,7 @@ def test_vllm_is_set_up_for_the_run_alone_where_that_is_asked_for(decode, vllm, 
     apply, made = vllm.linear.apply, vllm.config.CompilationConfig
     with engine.set_up(config, None, None, SimpleNamespace(total_gib=16.0)) as arguments:
         choice = unsloths_choice()
-    assert choice == (made(3, "whole", [1, 2, 4, 8, 16, 32, 64], False) if lean else made(3, "whole and in pieces", None, True))
+    assert choice == (made(3, "whole", [1, 2, 4, 8, 16, 32, 64]) if lean else made(3, "whole and in pieces", None))
     assert (vllm.linear.apply is apply) is not lean and vllm.config.CompilationConfig is made
     assert arguments["gpu_memory_utilization"] == pytest.approx(8 / 14)
     assert (arguments["max_num_seqs"], arguments["max_num_batched_tokens"]) == (64, 2048)
@@ -189,7 +188,11 @@ def test_vllm_is_set_up_for_the_run_alone_where_that_is_asked_for(decode, vllm, 
 
 def test_sleep_mode_is_asked_for_in_the_environment_and_the_share_kept():
     config = dataclasses.replace(PRESETS["qwen3-4b"], vllm_enable_sleep_mode=True)
-    assert engine.environment(config) == {"UNSLOTH_VLLM_STANDBY": "1", "UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE": "1"}
+    assert engine.environment(config) == {
+        "UNSLOTH_VLLM_STANDBY": "1",
+        "UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE": "1",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:False",  # with them, Unsloth refuses to sleep
+    }
     assert engine.environment(PRESETS["qwen3-4b"]) == {}
 
 
