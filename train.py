@@ -329,7 +329,12 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
 
     import torch
     from transformers import AutoTokenizer, set_seed
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig
+
+    if gpu:
+        from trl import GRPOTrainer
+    else:
+        from cpu_trainer import CPUTrainer as GRPOTrainer
 
     import scoring
     from held_out import HeldOut
