@@ -51,7 +51,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(models.resolve_model("smollm2-135m-instruct", False, None))
+    return AutoTokenizer.from_pretrained(models.resolve_model("smollm2-135m-instruct", "16bit", None))
 
 
 @pytest.fixture
@@ -227,6 +227,24 @@ def test_what_is_merged_is_the_adapter_and_it_is_taken_out_when_generating_fails
             torch.testing.assert_close(trainer.model(ids).logits, apart, rtol=1e-4, atol=1e-6)
             raise KeyboardInterrupt
         assert torch.equal(trainer.model(ids).logits, apart)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 17])
+@pytest.mark.parametrize("bias", [None, torch.arange(5.0)])
+def test_products_are_those_of_linear(rows, bias):
+    x, weight = torch.randn(rows, 1, 7), torch.randn(5, 7)
+    torch.testing.assert_close(cpu_trainer.product(weight, bias, x), torch.nn.functional.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("why", ["too large", "no plain LoRA"])
+def test_where_weights_cannot_be_copied_answers_are_still_those_of_trl(make, monkeypatch, why):
+    monkeypatch.setattr(cpu_trainer, *(("COPIED_AT_MOST", 0) if why == "too large" else ("can_merge", lambda layer: False)))
+    answers = []
+    for trainer_class in (trl.GRPOTrainer, cpu_trainer.CPUTrainer):
+        trainer = make(trainer_class)
+        torch.manual_seed(3)
+        answers.append(trainer._generate_single_turn([list(range(10, 15))] * 4, None, {}, 4)[0])
+    assert trainer.copies is None and answers[0] == answers[1]
 
 
 def test_training_ends_where_trl_s_does(make):
