@@ -40,10 +40,10 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="benchmark.py", description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("compare", "scale", "learn"):
-        command = commands.add_parser(name)
+        command = commands.add_parser(name, allow_abbrev=False)
         command.add_argument("--out", default="benchmarks", help="folder for tables, pictures and JSON")
         if name == "compare":
-            command.add_argument("runs", nargs="+", metavar="FLAGS", help="flags of one run, as one argument")
+            command.add_argument("runs", nargs="+", metavar="FLAGS", help="flags of one run, as one argument with a space in it")
             command.add_argument("--starts", type=int, default=2, help="starts of each; the last one counts")
             command.add_argument("--rollouts", type=int, default=3, help="rollouts that count, after the first")
             command.add_argument("--least", type=int, default=5, help="steps that count at least, after the first three")
@@ -55,6 +55,11 @@ def main(arguments: list[str]) -> None:
             command.add_argument("--points", type=int, default=4, help="evaluations after the first")
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     options, flags = parser.parse_known_args(own)
+    if options.command == "compare" and flags:
+        raise checks.Refused(
+            f"compare {flags[0]}: a run's flags are one argument with a space in it ('{flags[0]} '), and flags of all runs come "
+            "after --"
+        )
     options.flags = flags + arguments[len(own) + 1 :]
     gpu = find_gpu()[0]
     print(f"$ uv run python benchmark.py {shlex.join(arguments)}\n{machine(gpu)}", flush=True)
@@ -87,6 +92,7 @@ def compare(options, gpu) -> None:
         steps = skipped + max(options.rollouts * each, math.ceil(options.least / each) * each)
         for _ in range(options.starts):
             found.append((flags, start(options, flags, steps, skipped, each)))
+            print(f"{flags}: {json.dumps(found[-1][1])}", flush=True)
     last = {flags: figures for flags, figures in found}
     first = last[options.runs[0]]
     rows = [[name, *(shown(last[flags].get(name)) for flags in options.runs), ratio(first, last[options.runs[-1]], name)]
@@ -180,7 +186,7 @@ class Lab:
         """Train a new adapter; returns TRL's logs of the steps with `seconds/<part>`. `on_step` comes after each step."""
         import torch
         from transformers import PrinterCallback, TrainerCallback, set_seed
-        from trl import GRPOConfig, GRPOTrainer
+        from trl import GRPOConfig
 
         import scoring
         from phases import Phases
@@ -212,7 +218,7 @@ class Lab:
         problems = build_dataset(self.task, config, train.PRESETS[config.preset], config.train_problems, "train")
         with tempfile.TemporaryDirectory() as folder:
             arguments = train.grpo_arguments(config, Path(folder), on_gpu=self.gpu is not None)
-            trainer = GRPOTrainer(
+            trainer = train.trainer_class(self.gpu)(
                 model=self.model,
                 processing_class=self.tokenizer,
                 reward_funcs=self.task.REWARDS,

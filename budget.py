@@ -1,6 +1,6 @@
 """Where the memory of a run goes, line by line, before anything loads, and how fast the card could make it.
 
-    uv run python budget.py                                          the chapter's config on an RTX 5080
+    uv run python budget.py                                          the qwen3-4b preset on an RTX 5080
     uv run python budget.py --card rtx-4090 --model Qwen/Qwen3-8B --max-completion-length 2048
     uv run python budget.py --vram-gib 11.5 --bandwidth-gbps 504 --model path/to/config.json
 

@@ -129,18 +129,22 @@ def config_of(folder: Path, default):
 def origin_of(config) -> dict:
     """The facts of the checkpoint that `config` resumes from, with `changes`; refuses a change that it cannot bear."""
     origin = read_facts(Path(config.resume_from_checkpoint))
-    if origin["step"] % config.steps_per_rollout:
-        raise Refused(
-            f"--resume-from-checkpoint {config.resume_from_checkpoint}: step {origin['step']} lies within a rollout of "
-            f"{config.steps_per_rollout} steps (--steps-per-generation, --num-iterations), whose completions are not kept; "
-            "start anew"
-        )
+    name, step, each = f"--resume-from-checkpoint {config.resume_from_checkpoint}", origin["step"], config.steps_per_rollout
+    within = (
+        f"lies within a rollout of {each} steps (--steps-per-generation, --num-iterations), whose completions are not kept; "
+        "start anew"
+    )
+    if step >= config.max_steps and ended_well(Path(origin["run_dir"])):
+        more = f"step {step} {within}" if step % each else f"--max-steps {2 * step} adds as many"
+        raise Refused(f"{name}: finished, {step} of {config.max_steps} steps are done; {more}")
+    if step < config.max_steps and step % each:
+        raise Refused(f"{name}: step {step} {within}")
     return {**origin, "changes": changes(origin, dataclasses.asdict(config), digest(Path(config.task)))}
 
 
 def changes(origin: dict, config: dict, task_file: str) -> list[str]:
     """What differs from the run that is gone on with, each as `name: old -> new`. Refuses what cannot differ."""
-    name, old = "--resume-from-checkpoint", origin["config"]
+    old = origin["config"]
     for field in FIXED:
         before = old.get(field, PROJECTIONS if field == "target_modules" else config[field])
         if in_one_word(before) != in_one_word(config[field]):
@@ -148,11 +152,6 @@ def changes(origin: dict, config: dict, task_file: str) -> list[str]:
                 f"{flag(field)} {in_one_word(config[field])}: the checkpoint is of {in_one_word(before)}; leave it away, or "
                 "start anew"
             )
-    if origin["step"] >= config["max_steps"] and ended_well(Path(origin["run_dir"])):
-        done = f"{origin['step']} of {config['max_steps']} steps are done"
-        raise Refused(
-            f"{name} {config['resume_from_checkpoint']}: finished, {done}; --max-steps {2 * origin['step']} adds as many"
-        )
     found = [f"{field}: {old[field]} -> {config[field]}" for field in differing(config, old)]
     if origin["task_file"] != task_file:
         found.append(f"the task's file: {origin['task_file']} -> {task_file}")
@@ -177,6 +176,16 @@ def ended_well(run_dir: Path) -> bool:
     except Refused:
         return True
     return "FINISHED" in [item["status"] for item in items if item["kind"] == "status"]
+
+
+def take_back(folder: Path, trainer) -> None:
+    """Put adapter and history of a checkpoint into a trainer that has no step left to take."""
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+    from transformers import TrainerState
+
+    set_peft_model_state_dict(trainer.model, load_file(folder / WEIGHTS))
+    trainer.state = TrainerState.load_from_json(str(folder / "trainer_state.json"))
 
 
 def delete_unfinished(run_dir: Path) -> None:

@@ -7,7 +7,7 @@
     uv run python train.py --resume-from-checkpoint last    go on with what was stopped
     uv run python train.py --help                every knob, with its unit and its reason
 
-The qwen3-4b preset is the chapter's config. Where it departs from the chapter, and why, stands in README.md.
+`--preset chapter` is the chapter's schedule on its model. Where the lab departs from it, and why, stands in README.md.
 """
 
 import contextlib
@@ -331,11 +331,6 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     from transformers import AutoTokenizer, set_seed
     from trl import GRPOConfig
 
-    if gpu:
-        from trl import GRPOTrainer
-    else:
-        from cpu_trainer import CPUTrainer as GRPOTrainer
-
     import scoring
     from held_out import HeldOut
     from phases import Phases
@@ -376,7 +371,7 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     evaluation = HeldOut(config, task, model, tokenizer, held_out, run_dir, run, console, facts) if held_out else None
     progress = Progress(config, task, console, peak, run_dir, run, stop, facts, evaluation,
                         can_think(config, tokenizer), phases, meter, roofline.pace(config, shape, gpu))  # fmt: skip
-    trainer = GRPOTrainer(
+    trainer = trainer_class(gpu)(
         model=model,
         processing_class=tokenizer,
         reward_funcs=[checks.strict(reward) for reward in task.REWARDS],
@@ -401,7 +396,10 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     set_seed(config.seed)
     with stop.training():
         try:
-            trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
+            if origin and origin["step"] >= config.max_steps:
+                checkpoints.take_back(Path(config.resume_from_checkpoint), trainer)
+            else:
+                trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
         except Stopped:  # said twice: at once
             raise
         except BaseException:
@@ -451,6 +449,17 @@ def attach_lora(config: Config, model):
         use_gradient_checkpointing="unsloth" if config.gradient_checkpointing else False,
         random_state=config.seed,
     )
+
+
+def trainer_class(gpu):
+    """TRL's trainer, which Unsloth has patched on a GPU; on a CPU with its passes and its generation made for one."""
+    if gpu:
+        from trl import GRPOTrainer
+
+        return GRPOTrainer
+    from cpu_trainer import CPUTrainer
+
+    return CPUTrainer
 
 
 def grpo_arguments(config: Config, run_dir: Path, on_gpu: bool) -> dict:

@@ -112,6 +112,7 @@ def test_a_run_that_fails_ends_the_comparison(starts, capsys):
     [
         (["compare", "--num-generations 5"], "exit code 2"),  # train.py's own refusal
         (["compare", "--no-such-flag 1"], "--no-such-flag"),
+        (["compare", "--no-lean-decode", "--seed 1"], "compare --no-lean-decode: a run's flags are one argument with a space"),
         (["learn", "--preset", "smollm2", "--num-generations", "5"], "nearest batch sizes: 5 or 10"),
     ],
 )
