@@ -43,7 +43,7 @@ def main(arguments: list[str]) -> None:
         command = commands.add_parser(name, allow_abbrev=False)
         command.add_argument("--out", default="benchmarks", help="folder for tables, pictures and JSON")
         if name == "compare":
-            command.add_argument("runs", nargs="+", metavar="FLAGS", help="flags of one run, as one argument with a space in it")
+            command.add_argument("runs", nargs="+", metavar="FLAGS", help="a run's flags, as one argument with a space")
             command.add_argument("--starts", type=int, default=2, help="starts of each; the last one counts")
             command.add_argument("--rollouts", type=int, default=3, help="rollouts that count, after the first")
             command.add_argument("--least", type=int, default=5, help="steps that count at least, after the first three")
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> None:
     options, flags = parser.parse_known_args(own)
     if options.command == "compare" and flags:
         raise checks.Refused(
-            f"compare {flags[0]}: a run's flags are one argument with a space in it ('{flags[0]} '), and flags of all runs come "
+            f"compare {flags[0]}: a run's flags are one argument with a space in it ('{flags[0]} '); those of all runs come "
             "after --"
         )
     options.flags = flags + arguments[len(own) + 1 :]
