@@ -1,7 +1,7 @@
 """TRL's GRPOTrainer for a CPU, where every token through the model counts: the same steps, up to rounding, in less time.
 
 Three of its methods are overridden, read in TRL 1.15.0; each goes back to TRL's own where it cannot help. What each gave
-stands in docs/cpu_pace.md. Import it after unsloth.
+stands in docs/pace.md. Import it after unsloth.
 """
 
 import contextlib
