@@ -1,6 +1,6 @@
 """GRPO on the card you have: load a model, attach a LoRA, let it answer in groups, and record how it learns.
 
-    uv run python train.py                       no GPU: SmolLM2-135M's real weights learn to add, in 4 to 5 minutes
+    uv run python train.py                       no GPU: SmolLM2-135M's real weights learn to add, in 2 to 3 minutes
                                                  a CUDA GPU: Qwen3-4B in 4-bit, vLLM in the same process
     uv run python train.py --preset smollm2      the small model, also on a GPU
     uv run python train.py --task my_task.py     your own data set and rewards (the file is run as code)
