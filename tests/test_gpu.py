@@ -93,6 +93,22 @@ def test_8_bits_take_what_is_planned_and_sample_near_the_trainer(flag, cache_byt
 
 
 @pytest.mark.usefixtures("empty_card")
+def test_joined_4_bit_layers_sample_what_the_trainer_scores(tmp_path):
+    """Also in the later steps of a rollout, whose answers are an older policy's: the ratio's clipping is on record."""
+    code, said = script(tmp_path, "--load-in", "4bit", "--beta", 0.02, "--vllm-importance-sampling-correction",
+                        "--steps-per-generation", 4, "--max-steps", 8, "--eval-problems", 0, "--vram-limit-gib", 10)  # fmt: skip
+    assert code == 0 and "2 of 4 of its rollout" in said, said
+    client, run = latest(tmp_path)
+    history = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "sampling/sampling_logp_difference/mean")}
+    assert set(history) >= {1, 5} and max(history.values()) < 0.1  # another order of q, k and v would be off by several
+    clipped = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "clip_ratio/region_mean")}
+    assert set(clipped) == set(range(1, 9)) and max(clipped[1], clipped[5]) < 0.01  # their policy is the one that answered
+    metrics = run.data.metrics
+    for line in ("weights", "lora", "gradients", "optimizer"):
+        assert metrics[f"vram/{line}_gib"] == pytest.approx(metrics[f"vram_predicted/{line}_gib"], rel=0.03), line
+
+
+@pytest.mark.usefixtures("empty_card")
 def test_sigterm_in_the_midst_of_generating_and_going_on(tmp_path):
     """The vLLM engine finishes what it generates; the resumed run samples from the adapter of the checkpoint."""
     task = Path(__file__).with_name("faulty_task.py")
@@ -131,5 +147,5 @@ def test_memory_that_runs_out_names_phase_holders_and_knobs(tmp_path):
 def test_a_share_that_is_too_small_is_refused_before_the_engine_starts(tmp_path):
     code, said = script(tmp_path, "--vram-limit-gib", 10, "--gpu-memory-utilization", 0.02)
     assert code == 2, said
-    assert "--gpu-memory-utilization 0.02 is 0.2 GiB; weights, activations and one sequence of 148 tokens" in said, said
+    assert "--gpu-memory-utilization 0.02 (0.2 GiB, with weights and all) holds sequences of 0 tokens" in said, said
     assert not (tmp_path / "mlflow.db").exists()
