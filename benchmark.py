@@ -32,6 +32,7 @@ import roofline
 import train
 from data import build_dataset, in_order
 from gpu import PeakMemory, find_gpu
+from trainer import grpo_arguments, trainer_class
 
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36, 10: 2.26}  # Student's t for a mean of so many, 95 %
 
@@ -217,8 +218,8 @@ class Lab:
 
         problems = build_dataset(self.task, config, train.PRESETS[config.preset], config.train_problems, "train")
         with tempfile.TemporaryDirectory() as folder:
-            arguments = train.grpo_arguments(config, Path(folder), on_gpu=self.gpu is not None)
-            trainer = train.trainer_class(self.gpu)(
+            arguments = grpo_arguments(config, Path(folder), on_gpu=self.gpu is not None)
+            trainer = trainer_class(self.gpu)(
                 model=self.model,
                 processing_class=self.tokenizer,
                 reward_funcs=self.task.REWARDS,

@@ -33,6 +33,7 @@ from console import Console, open_closed_streams
 from data import build_dataset, can_think, drop_long_prompts, in_order
 from gpu import PeakMemory, find_gpu
 from stopping import Stop, Stopped
+from trainer import grpo_arguments, trainer_class
 
 PROJECT = Path(__file__).resolve().parent
 
@@ -448,53 +449,6 @@ def attach_lora(config: Config, model):
         target_modules=list(config.target_modules),
         use_gradient_checkpointing="unsloth" if config.gradient_checkpointing else False,
         random_state=config.seed,
-    )
-
-
-def trainer_class(gpu):
-    """TRL's trainer, which Unsloth has patched on a GPU; on a CPU with its passes and its generation made for one."""
-    if gpu:
-        from trl import GRPOTrainer
-
-        return GRPOTrainer
-    from cpu_trainer import CPUTrainer
-
-    return CPUTrainer
-
-
-def grpo_arguments(config: Config, run_dir: Path, on_gpu: bool) -> dict:
-    """TRL's arguments, every one that matters: Unsloth's defaults differ from TRL's, and on a GPU from those on a CPU.
-
-    On a GPU Unsloth packs the completions of a batch into one pass. Where that is too much it goes back to mini batches, a
-    number of passes, which by itself follows from the whole card's free memory: here there is one completion in each.
-    """
-    same = """
-        run_name num_generations per_device_train_batch_size gradient_accumulation_steps max_completion_length temperature top_p
-        top_k chat_template_kwargs num_iterations beta epsilon loss_type scale_rewards importance_sampling_level
-        mask_truncated_completions vllm_importance_sampling_correction learning_rate lr_scheduler_type warmup_steps optim
-        weight_decay max_grad_norm max_steps gradient_checkpointing seed save_steps
-    """
-    return dict(
-        {name: getattr(config, name) for name in same.split()},
-        output_dir=str(run_dir),
-        report_to="none",
-        steps_per_generation=config.steps_per_generation or config.gradient_accumulation_steps,
-        min_p=None,
-        repetition_penalty=1.0,
-        epsilon_high=config.epsilon if config.epsilon_high is None else config.epsilon_high,
-        adam_beta1=0.9,
-        adam_beta2=0.999,
-        adam_epsilon=1e-8,
-        bf16=on_gpu,
-        fp16=False,
-        data_seed=config.seed,
-        shuffle_dataset=False,
-        torch_empty_cache_steps=None,
-        logging_steps=1,
-        log_completions=True,
-        num_completions_to_print=1,
-        disable_tqdm=True,
-        **({"unsloth_grpo_mini_batch": config.per_device_train_batch_size} if on_gpu else {}),
     )
 
 

@@ -94,9 +94,10 @@ def test_8_bits_take_what_is_planned_and_sample_near_the_trainer(flag, cache_byt
 
 @pytest.mark.usefixtures("empty_card")
 def test_joined_4_bit_layers_sample_what_the_trainer_scores(tmp_path):
-    """Also in the later steps of a rollout, whose answers are an older policy's: the ratio's clipping is on record."""
+    """Also in the later steps of a rollout, whose answers are an older policy's: clipping is on record."""
     code, said = script(tmp_path, "--load-in", "4bit", "--beta", 0.02, "--vllm-importance-sampling-correction",
-                        "--steps-per-generation", 4, "--max-steps", 8, "--eval-problems", 0, "--vram-limit-gib", 10)  # fmt: skip
+                        "--steps-per-generation", 4, "--max-steps", 8, "--eval-problems", 0,
+                        "--vram-limit-gib", 10)  # fmt: skip
     assert code == 0 and "2 of 4 of its rollout" in said, said
     client, run = latest(tmp_path)
     history = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "sampling/sampling_logp_difference/mean")}

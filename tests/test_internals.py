@@ -13,7 +13,8 @@ import pytest
 
 import budget
 import shapes
-from train import PRESETS, grpo_arguments
+from train import PRESETS
+from trainer import grpo_arguments
 
 BITSANDBYTES_LOADER = "model_executor/model_loader/bitsandbytes_loader.py"
 BITSANDBYTES_LAYER = "model_executor/layers/quantization/bitsandbytes.py"
@@ -37,7 +38,7 @@ BITSANDBYTES_LAYER = "model_executor/layers/quantization/bitsandbytes.py"
         ("vllm", "_custom_ops.py", "scale = torch.empty((shape[0], 1), device=input.device, dtype=torch.float32)"),
         ("unsloth", "models/loader.py", "\n        float8_kv_cache = False,"),  # engine.py, vllm_arguments
         ("unsloth_zoo", "vllm_utils.py", 'kv_cache_dtype         = "fp8" if float8_kv_cache else "auto",'),
-        ("unsloth_zoo", "rl_replacements.py", "batch_size = math.ceil(total_samples / B)"),  # train.py, the mini batch
+        ("unsloth_zoo", "rl_replacements.py", "batch_size = math.ceil(total_samples / B)"),  # trainer.py, the mini batch
         ("unsloth", "models/rl_replacements.py", "                B = self.args.unsloth_grpo_mini_batch\n"),  # scoring.py
         ("unsloth", "models/rl_replacements.py", "        if compute_efficient:\n"),
         ("unsloth", "models/rl_replacements.py", "_pk_W = logits_to_keep + max_left_pad"),

@@ -25,7 +25,8 @@ from data import drop_long_prompts, encode
 from phases import Phases
 from progress import Progress
 from stopping import Stop
-from train import PRESETS, Config, grpo_arguments
+from train import PRESETS, Config
+from trainer import grpo_arguments
 from vram import Meter
 
 LOSS_TYPES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
