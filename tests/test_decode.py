@@ -203,10 +203,14 @@ def test_sleep_mode_is_asked_for_in_the_environment_and_the_share_kept():
 def trainer():
     """A trainer whose passes return columns from their own longest prompt's end on: a 0 is padding, log-probs are -token."""
 
+    import torch
+
     def score(model, input_ids, attention_mask, logits_to_keep, batch_size=None, entropy=False, compute_efficient=False):
         asked.append((input_ids.tolist(), attention_mask.tolist(), logits_to_keep, batch_size, args.unsloth_grpo_mini_batch))
         if model == "fails":
-            raise RuntimeError("out of memory")
+            raise RuntimeError("no luck")
+        if model == "large" and len(input_ids) > args.unsloth_grpo_mini_batch:  # more than one row in a pass
+            raise torch.cuda.OutOfMemoryError("out of memory")
         if compute_efficient:
             return None, None
         prompts = input_ids[:, :-logits_to_keep]
@@ -260,6 +264,18 @@ def test_the_mini_batch_is_put_back_after_a_failure(trainer):
     import scoring
 
     scoring.in_training_batches(trainer)
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(RuntimeError, match="no luck"):
         trainer._get_per_token_logps_and_entropies("fails", torch.ones(4, 3), torch.ones(4, 3), 2)
     assert len(trainer.asked) == 1 and trainer.args.unsloth_grpo_mini_batch == 2
+
+
+def test_a_pass_that_is_too_much_goes_row_by_row(trainer):
+    import torch
+
+    import scoring
+
+    scoring.in_training_batches(trainer)
+    ids = torch.tensor([[1, 2, 11], [1, 2, 21], [1, 2, 31], [1, 2, 41]])
+    logps = trainer._get_per_token_logps_and_entropies("large", ids, (ids > 0).long(), 1)[0]
+    assert logps.tolist() == [[-11], [-21], [-31], [-41]]
+    assert [passes for *_, passes in trainer.asked] == [1, 2, 1, 2] and trainer.args.unsloth_grpo_mini_batch == 2

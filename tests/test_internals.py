@@ -82,6 +82,8 @@ BITSANDBYTES_LAYER = "model_executor/layers/quantization/bitsandbytes.py"
         ("unsloth_zoo", "fused_losses/fused_linear.py", '        return _OPS["lp_impl"]('),
         ("unsloth_zoo", "fused_losses/fused_linear.py", "_MIN_LOGITS = 512 * 151936"),  # budget.py, logits_bytes
         ("unsloth_zoo", "fused_losses/fused_linear.py", "_SMALL_CARD_BYTES = 24.5 * 1024**3"),
+        # decode.py, multiply
+        ("unsloth", "kernels/nf4.py", "    code: torch.Tensor,\n    blocksize: int,\n    blocksize2: int,\n    shape,\n"),
         ("bitsandbytes", "optim/optimizer.py", "            blocksize = 256\n"),  # budget.py, optimizer_bytes
     ],
 )  # fmt: skip
