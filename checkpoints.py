@@ -129,17 +129,31 @@ def config_of(folder: Path, default):
 def origin_of(config) -> dict:
     """The facts of the checkpoint that `config` resumes from, with `changes`; refuses a change that it cannot bear."""
     origin = read_facts(Path(config.resume_from_checkpoint))
-    name, step, each = f"--resume-from-checkpoint {config.resume_from_checkpoint}", origin["step"], config.steps_per_rollout
-    within = (
-        f"lies within a rollout of {each} steps (--steps-per-generation, --num-iterations), whose completions are not kept; "
-        "start anew"
-    )
+    folder, step, each = Path(config.resume_from_checkpoint), origin["step"], config.steps_per_rollout
+    own, name = rollout_of(origin["config"]), f"--resume-from-checkpoint {config.resume_from_checkpoint}"
+    within = ""
+    if step % own:  # its last rollout was not used up
+        others = [f for f in folder.parent.glob("checkpoint-*") if step_of(f) % each == 0 and what_is_wrong(f) is None]
+        near = f"{max(others, key=step_of)} can" if others else "start anew"
+        within = f"step {step} lies within a rollout of {own} steps, whose answers are not kept; {near}"
+    elif step % each:
+        within = (
+            f"step {step} is between rollouts of {own}, and not of {each} steps (--steps-per-generation, --num-iterations): "
+            "leave those as they were"
+        )
     if step >= config.max_steps and ended_well(Path(origin["run_dir"])):
-        more = f"step {step} {within}" if step % each else f"--max-steps {2 * step} adds as many"
-        raise Refused(f"{name}: finished, {step} of {config.max_steps} steps are done; {more}")
-    if step < config.max_steps and step % each:
-        raise Refused(f"{name}: step {step} {within}")
+        raise Refused(
+            f"{name}: finished, {step} of {config.max_steps} steps are done; {within or f'--max-steps {2 * step} adds as many'}"
+        )
+    if step < config.max_steps and within:
+        raise Refused(f"{name}: {within}")
     return {**origin, "changes": changes(origin, dataclasses.asdict(config), digest(Path(config.task)))}
+
+
+def rollout_of(config: dict) -> int:
+    """Optimizer steps from one rollout to the next, by the config in a checkpoint."""
+    steps = config.get("gradient_accumulation_steps", 1)
+    return (config.get("steps_per_generation") or steps) // steps * config.get("num_iterations", 1)
 
 
 def changes(origin: dict, config: dict, task_file: str) -> list[str]:

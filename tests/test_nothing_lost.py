@@ -345,8 +345,8 @@ def test_what_is_no_whole_checkpoint_is_refused_in_one_line(lab, copied, damage,
     [
         (["--lora-r", 8], "--lora-r 8: the checkpoint is of 16; leave it away, or start anew"),
         (["--model", "smollm2-135m-instruct"], "--model smollm2-135m-instruct: the checkpoint is of "),
-        (["--num-iterations", 2], "step 5 lies within a rollout of 2 steps (--steps-per-generation, --num-iterations)"),
-        (["--steps-per-generation", 3], "step 5 lies within a rollout of 3 steps (--steps-per-generation, "),
+        (["--num-iterations", 2], "step 5 is between rollouts of 1, and not of 2 steps (--steps-per-generation, "),
+        (["--steps-per-generation", 3], "step 5 is between rollouts of 1, and not of 3 steps (--steps-per-generation, "),
         (["--preset", "qwen3-4b"], "--preset qwen3-4b: the checkpoint is of smollm2; leave it away, or start anew"),
     ],
 )
