@@ -1,7 +1,7 @@
 """How fast is it, and what does it cost in learning? Each command prints a table with card, driver and date.
 
     uv run python benchmark.py compare "--preset chapter" "--preset qwen3-4b" -- --vram-limit-gib 15
-    uv run python benchmark.py scale --vram-limit-gib 15                     step time over G, C and groups a rollout
+    uv run python benchmark.py scale --kv-cache-gib 34                       step time over G, C and groups a rollout
     uv run python benchmark.py learn --preset smollm2 --max-operand 60       held-out accuracy, three paired seeds
 
 compare starts train.py anew for each set of flags, one after the other, as often as --starts says, and reports the last start:
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 
 import cards
@@ -30,11 +31,12 @@ import engine
 import pictures
 import roofline
 import train
-from data import build_dataset, in_order
+from data import build_dataset, drop_long_prompts, in_order
 from gpu import PeakMemory, find_gpu
 from trainer import grpo_arguments, trainer_class
 
-T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 8: 2.36, 10: 2.26}  # Student's t for a mean of so many, 95 %
+# Student's t for the mean of so many, 95 %
+T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 
 
 def main(arguments: list[str]) -> None:
@@ -49,9 +51,10 @@ def main(arguments: list[str]) -> None:
             command.add_argument("--rollouts", type=int, default=3, help="rollouts that count, after the first")
             command.add_argument("--least", type=int, default=5, help="steps that count at least, after the first three")
         elif name == "scale":
-            command.add_argument("--only", default="", help="numbers of the points to measure, as 0,3,7; all without")
+            points = [*range(len(POINTS))]
+            command.add_argument("--only", type=int, nargs="+", default=points, choices=points, help="points to measure")
         else:
-            command.add_argument("--seeds", type=int, default=3)
+            command.add_argument("--seeds", type=int, default=3, help="paired seeds, 2 to 10")
             command.add_argument("--rollout", type=int, default=8, help="groups a rollout, against one")
             command.add_argument("--points", type=int, default=4, help="evaluations after the first")
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
@@ -62,9 +65,17 @@ def main(arguments: list[str]) -> None:
             "after --"
         )
     options.flags = flags + arguments[len(own) + 1 :]
+    for name, least in (("starts", 1), ("rollouts", 1), ("least", 1), ("seeds", 2), ("rollout", 2), ("points", 1)):
+        if getattr(options, name, least) < least:
+            raise checks.Refused(f"--{name} {getattr(options, name)}: must be at least {least}")
+    if getattr(options, "seeds", 2) not in T_95:
+        raise checks.Refused(f"--seeds {options.seeds}: at most {max(T_95)}")
     gpu = find_gpu()[0]
     print(f"$ uv run python benchmark.py {shlex.join(arguments)}\n{machine(gpu)}", flush=True)
-    Path(options.out).mkdir(parents=True, exist_ok=True)
+    try:
+        Path(options.out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise checks.Refused(f"--out {options.out}: {error.strerror}; give a folder that can be written") from None
     {"compare": compare, "scale": scale, "learn": learn}[options.command](options, gpu)
 
 
@@ -85,19 +96,23 @@ def table(columns: list[str], rows: list[list]) -> str:
 
 def compare(options, gpu) -> None:
     """Start each set of flags, and print what the last start of each took, with ratios to the first set."""
-    found = []
+    found, configs = [], []
     for flags in options.runs:
-        config = command_line.parse(train.Config, train.PRESETS, [*options.flags, *shlex.split(flags)], gpu)
+        try:
+            words = shlex.split(flags)
+        except ValueError as error:
+            raise checks.Refused(f"compare {flags}: {error}") from None
+        configs.append(command_line.parse(train.Config, train.PRESETS, [*options.flags, *words], gpu))
+        checks.check_config(configs[-1])
+    for flags, config in zip(options.runs, configs):
         each = config.steps_per_rollout
         skipped = math.ceil(3 / each) * each  # compiling and warming up: the chapter's first three steps
         steps = skipped + max(options.rollouts * each, math.ceil(options.least / each) * each)
         for _ in range(options.starts):
             found.append((flags, start(options, flags, steps, skipped, each)))
             print(f"{flags}: {json.dumps(found[-1][1])}", flush=True)
-    last = {flags: figures for flags, figures in found}
-    first = last[options.runs[0]]
-    rows = [[name, *(shown(last[flags].get(name)) for flags in options.runs), ratio(first, last[options.runs[-1]], name)]
-            for name in first]  # fmt: skip
+    last = [figures for _, figures in found[options.starts - 1 :: options.starts]]
+    rows = [[name, *(shown(figures.get(name)) for figures in last), ratio(last[0], last[-1], name)] for name in last[0]]
     text = table(["", *(f"`{flags}`" for flags in options.runs), "first / last"], rows)
     print(text)
     everything = [{"flags": flags, **figures} for flags, figures in found]
@@ -217,17 +232,22 @@ class Lab:
                 on_step(state.global_step, sum(parts.values()))
 
         problems = build_dataset(self.task, config, train.PRESETS[config.preset], config.train_problems, "train")
+        checks.check_rewards(self.task, config.task, problems)
+        screen = types.SimpleNamespace(say=print)
+        problems = drop_long_prompts(problems, self.tokenizer, config, "training", config.prompts_per_rollout, screen)
         with tempfile.TemporaryDirectory() as folder:
             arguments = grpo_arguments(config, Path(folder), on_gpu=self.gpu is not None)
             trainer = trainer_class(self.gpu)(
                 model=self.model,
                 processing_class=self.tokenizer,
-                reward_funcs=self.task.REWARDS,
+                reward_funcs=[checks.strict(reward) for reward in self.task.REWARDS],
                 args=GRPOConfig(**{**arguments, "save_strategy": "no", "log_completions": False}),
                 train_dataset=in_order(problems, config),
                 callbacks=[Clock()],
             )
             trainer.remove_callback(PrinterCallback)
+            if "ref" in self.model.peft_config:  # as in train.py
+                self.model.delete_adapter("ref")
             if self.gpu:
                 scoring.in_training_batches(trainer)
             phases.attach(trainer)
@@ -263,7 +283,7 @@ def scale(options, gpu) -> None:
     """Seconds of a step of one group at each of POINTS, and the least that the card's bandwidth and rate allow."""
     if gpu is None:
         raise checks.Refused("scale: there is no GPU, and so no roofline to compare with; learn and compare work on a CPU")
-    points = [point for i, point in enumerate(POINTS) if not options.only or str(i) in options.only.split(",")]
+    points = [POINTS[i] for i in options.only]
     base = command_line.parse(train.Config, train.PRESETS, options.flags, gpu)
 
     def at(point):
@@ -272,6 +292,9 @@ def scale(options, gpu) -> None:
                                    steps_per_generation=point["R"], max_steps=point["R"] + 2, train_problems=512)  # fmt: skip
 
     configs = [at(point) for point in points]
+    for config in configs:
+        checks.check_config(config)
+        engine.memory_plan(config, gpu, config.model, gpu.free_gib())
     longest = max(configs, key=lambda c: c.max_completion_length)
     most = max(c.rollout_batch for c in configs)
     seats = dataclasses.replace(base, max_completion_length=longest.max_completion_length, num_generations=8,
@@ -305,6 +328,12 @@ def learn(options, gpu) -> None:
     """Held-out accuracy with one group a rollout and with several, after the same completions, over paired seeds."""
     base = command_line.parse(train.Config, train.PRESETS, options.flags, gpu)
     each = options.rollout
+    if base.max_steps % (each * options.points):
+        near = math.ceil(base.max_steps / (each * options.points)) * each * options.points
+        raise checks.Refused(
+            f"--max-steps {base.max_steps}: --points {options.points} evaluations come after whole rollouts of {each} steps "
+            f"(--rollout); nearest: {near}"
+        )
     largest = dataclasses.replace(base, steps_per_generation=each * base.gradient_accumulation_steps)
     lab = Lab(largest, gpu)
     problems = build_dataset(lab.task, base, train.PRESETS[base.preset], base.eval_problems, "held-out")
@@ -312,7 +341,7 @@ def learn(options, gpu) -> None:
     for seed in range(options.seeds):
         for groups in (1, each) if seed % 2 == 0 else (each, 1):
             config = dataclasses.replace(base, seed=seed, steps_per_generation=groups * base.gradient_accumulation_steps)
-            evaluated = {round(base.max_steps * i / options.points) // each * each for i in range(1, options.points + 1)}
+            evaluated = {base.max_steps * i // options.points for i in range(1, options.points + 1)}
             curves.append({"groups": groups, **curve(lab, config, problems, evaluated, before)})
     rows, differences = [], []
     for seed in range(options.seeds):
@@ -324,9 +353,8 @@ def learn(options, gpu) -> None:
     print(f"held-out, before: {before:.3f} of {len(problems)} problems")
     print(table(["seed", "1 a rollout", f"{each} a rollout", "difference", "s", "s", "clipped", "clipped"], rows))
     mean, count = statistics.mean(differences), len(differences)
-    if count in T_95:
-        half = T_95[count] * statistics.stdev(differences) / math.sqrt(count)
-        print(f"difference: {mean:+.3f}, 95 % interval over seeds {mean - half:+.3f} to {mean + half:+.3f}")
+    half = T_95[count] * statistics.stdev(differences) / math.sqrt(count)
+    print(f"difference: {mean:+.3f}, 95 % interval over seeds {mean - half:+.3f} to {mean + half:+.3f}")
     out = Path(options.out)
     (out / "learn.json").write_text(json.dumps({"machine": machine(gpu), "curves": curves}, indent=1))
     pictures.learning({"curves": curves}).savefig(out / "learn.png")

@@ -110,13 +110,19 @@ def test_a_run_that_fails_ends_the_comparison(starts, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["compare", "--num-generations 5"], "exit code 2"),  # train.py's own refusal
+        (["compare", "--num-generations 5"], "nearest batch sizes: 5 or 10"),
+        (["compare", "--preset 'smollm2"], "No closing quotation"),
+        (["compare", "--seed 1", "--starts", "0"], "--starts 0: must be at least 1"),
+        (["compare", "--seed 1", "--out", "file"], "--out file: File exists"),
+        (["learn", "--seeds", "11"], "--seeds 11: at most 10"),
+        (["learn", "--max-steps", "30"], "whole rollouts of 8 steps (--rollout); nearest: 32"),
         (["compare", "--no-such-flag 1"], "--no-such-flag"),
         (["compare", "--no-lean-decode", "--seed 1"], "compare --no-lean-decode: a run's flags are one argument with a space"),
-        (["learn", "--preset", "smollm2", "--num-generations", "5"], "nearest batch sizes: 5 or 10"),
+        (["learn", "--preset", "smollm2", "--max-steps", "32", "--num-generations", "5"], "batch sizes: 5 or 10"),
     ],
 )
 def test_what_cannot_run_is_told_in_one_line_with_code_2(words, says, tmp_path):
+    (tmp_path / "file").touch()
     done = subprocess.run([sys.executable, str(ROOT / "benchmark.py"), *words], cwd=tmp_path, capture_output=True, text=True,
                           env={**benchmark.os.environ, "CUDA_VISIBLE_DEVICES": ""}, timeout=60)  # fmt: skip
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and says in done.stderr, done

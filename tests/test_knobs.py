@@ -4,6 +4,7 @@ A random two-layer model with SmolLM2's tokenizer keeps a step under a second.
 """
 
 import dataclasses
+import json
 import os
 import re
 from types import SimpleNamespace
@@ -267,3 +268,20 @@ def test_long_prompts_are_dropped_with_the_count_or_refused(folder):
     assert said == ["2 of 4 training problems left out: prompts over 128 tokens"]
     with pytest.raises(Refused, match="0 of 4 training prompts are that short, and 1 are needed; the longest has 301 tokens"):
         drop_long_prompts(dataset, tokenizer, dataclasses.replace(TINY, max_prompt_length=2), "training", 1, console)
+
+
+def test_one_model_learns_again_and_again(folder, tmp_path, monkeypatch, capsys):
+    """Each run from a new adapter, with a reference too, and once with a rollout for two steps."""
+    import benchmark
+
+    monkeypatch.setattr(benchmark, "find_gpu", lambda: (None, ""))
+    benchmark.main(["learn", "--seeds", "2", "--rollout", "2", "--points", "2", "--out", str(tmp_path), "--model", str(folder),
+                    "--preset", "smollm2", "--max-steps", "4", "--eval-problems", "4", "--beta", "0.1",
+                    "--num-generations", "2", "--per-device-train-batch-size", "2", "--max-completion-length", "4"])  # fmt: skip
+    curves = json.loads((tmp_path / "learn.json").read_text())["curves"]
+    assert [(curve["seed"], curve["groups"]) for curve in curves] == [(0, 1), (0, 2), (1, 2), (1, 1)]
+    for curve in curves:
+        assert [point[:2] for point in curve["points"]] == [[0, 0], [2, 4], [4, 8]]
+    said = capsys.readouterr().out
+    assert "| seed | 1 a rollout | 2 a rollout |" in said and "95 % interval over seeds" in said
+    assert (tmp_path / "learn.png").stat().st_size > 10_000
