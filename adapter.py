@@ -69,7 +69,7 @@ def keep(model, folder: Path, base: str, history: list[dict], config, console, r
         run.adapter(kept)
     if kept != folder:
         raise OSError(f"{folder} could not be written; the adapter is in {kept}")
-    largest_b = check(folder, base, history, config.mask_truncated_completions)
+    largest_b = check(folder, base, history, config.mask_truncated_completions, config.steps_per_rollout)
     run.metrics({"adapter_largest_b": largest_b})
     learned = f"largest entry of B {largest_b:.2g}"
     if not largest_b:
@@ -77,7 +77,7 @@ def keep(model, folder: Path, base: str, history: list[dict], config, console, r
     console.say(f"adapter: {folder.resolve()} ({learned})")
 
 
-def check(folder: Path, base: str, history: list[dict], masked: bool) -> float:
+def check(folder: Path, base: str, history: list[dict], masked: bool, steps_per_rollout: int = 1) -> float:
     """Read a saved adapter; returns the largest entry of its B matrices, which start at 0.
 
     `history` is the trainer's log, a dict a step; `masked`: completions that were cut off were left out of the loss. Raises
@@ -96,7 +96,7 @@ def check(folder: Path, base: str, history: list[dict], masked: bool) -> float:
     if named != base:
         raise BadAdapter(f"{folder}: adapter_config.json names {named} as its base model, and {base} was trained")
     largest = max(float(tensor.abs().max()) for tensor in b.values())
-    steps = steps_that_should_have_moved(history, masked)
+    steps = steps_that_should_have_moved(history, masked, steps_per_rollout)
     if steps and not largest:
         raise BadAdapter(
             f"{folder}: B is all 0, although groups had spread in {len(steps)} steps (the first: {steps[0]}): the gradient "
@@ -115,12 +115,17 @@ def disk_trouble(error: BaseException) -> bool:
     return False
 
 
-def steps_that_should_have_moved(history: list[dict], masked: bool) -> list[int]:
-    """Steps with a group whose rewards differ, and a learning rate; where `masked`, only steps with no answer cut off."""
+def steps_that_should_have_moved(history: list[dict], masked: bool, steps_per_rollout: int) -> list[int]:
+    """Steps with a group whose rewards differ, and a learning rate; where `masked`, only steps with no answer cut off.
+
+    A rollout's groups are mixed over its steps, so it counts once all of them are taken.
+    """
+    last = max((log["step"] for log in history), default=0)
     return [
         log["step"]
         for log in history
-        if is_below_1(log.get("frac_reward_zero_std"))
+        if log["step"] + steps_per_rollout - 1 <= last
+        and is_below_1(log.get("frac_reward_zero_std"))
         and (log.get("learning_rate") or 0) > 0
         and not (masked and log.get("completions/clipped_ratio"))
     ]

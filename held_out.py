@@ -24,12 +24,13 @@ class HeldOut:
     def __init__(self, config, task, model, tokenizer, problems, run_dir, record, console, facts):
         self.config, self.task, self.model, self.tokenizer, self.problems = config, task, model, tokenizer, problems
         self.run_dir, self.record, self.console, self.facts = run_dir, record, console, facts
+        self.seconds_before = 0.0  # of the evaluation before training, where this process made it
 
     def before(self) -> None:
         """The base model's point; a run that goes on has it from its checkpoint."""
         if not self.facts["held_out"]:
             self.console.doing = "the evaluation before training"
-            self.point(0, None)
+            self.seconds_before = self.point(0, None)["seconds"]
         self.console.say(f"held-out, before: {in_words(self.facts['held_out'][0][1])}")
 
     def during(self, step: int) -> None:
@@ -108,6 +109,8 @@ def answer_with_vllm(config, model, tokenizer, prompts, adapter_dir) -> list[lis
         lora_request=model.load_lora(str(adapter_dir)) if adapter_dir else None,
         use_tqdm=False,
     )
+    if config.vllm_enable_sleep_mode:  # Unsloth wakes the engine for this, and leaves it awake
+        model.vllm_engine.sleep(1)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 

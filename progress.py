@@ -74,7 +74,8 @@ class Progress(TrainerCallback):
         self.seconds.append(time.perf_counter() - self.start)
         self.parts = self.phases.end_step()
         if len(self.seconds) == 1:
-            start = {"imports": self.phases.imports, "to_first_step": time.perf_counter() - self.phases.made}
+            evaluated = self.evaluation.seconds_before if self.evaluation else 0
+            start = {"imports": self.phases.imports, "to_first_step": time.perf_counter() - self.phases.made - evaluated}
             self.record.metrics({f"start_seconds/{part}": seconds for part, seconds in start.items()})
         if self.stop.asked is None and config.eval_steps and step % config.eval_steps == 0 and step < config.max_steps:
             self.evaluation.during(step)

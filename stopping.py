@@ -32,6 +32,7 @@ class Stop:
         self.asked: int | None = None
         self.began = False  # training
         self.finishes_step = False
+        self.waits_for = "this step"
         self.leaving = False
         self.hurry = None
         self.screen = 2  # file descriptor
@@ -63,12 +64,16 @@ class Stop:
         if not (first and self.finishes_step):
             raise Stopped(self.asked)
         with contextlib.suppress(OSError):  # not print: the signal may have come in the middle of one
-            os.write(self.screen, f"{NAMES[signum]}: stopping once this step is done; once more stops at once\n".encode())
+            os.write(
+                self.screen, f"{NAMES[signum]}: stopping once {self.waits_for} is done; once more stops at once\n".encode()
+            )
 
     @contextlib.contextmanager
-    def training(self):
-        """A signal waits for the end of the step."""
+    def training(self, steps_per_rollout: int = 1):
+        """A signal waits for the end of the step, or of the rollout that it belongs to."""
         self.raise_if_asked()
+        if steps_per_rollout > 1:
+            self.waits_for = f"this rollout of {steps_per_rollout} steps"
         self.began = self.finishes_step = True
         try:
             yield

@@ -252,7 +252,7 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.update({**ENVIRONMENT, **os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})  # NVML counts cards in that order
     gpu, seen = find_gpu()
     config = command_line.parse(Config, PRESETS, sys.argv[1:] if arguments is None else arguments, gpu)
-    other = "smollm2 needs none" if config.preset == "qwen3-4b" else "qwen3-4b needs one with 16 GB and driver 580 or newer"
+    other = "smollm2 needs none" if config.preset != "smollm2" else "qwen3-4b needs one with 16 GB and driver 580 or newer"
     print(f"preset {config.preset}: {seen}; {other}", flush=True)
     checks.check_config(config)
     checks.check_machine(config, gpu)
@@ -338,6 +338,7 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     from progress import Progress
     from vram import Meter
 
+    phases = Phases(gpu is not None, console.say)
     stop.raise_if_asked()
     if gpu and not torch.cuda.is_available():
         raise checks.Refused(f"{gpu.name} is there, but torch cannot use it; CUDA_VISIBLE_DEVICES= trains on the CPU")
@@ -355,7 +356,6 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     # model: the frozen base, with vLLM beside it where wanted, and a LoRA on its seven projections
     shape, plan = engine.memory_plan(config, gpu, name, peak.free_gib) if gpu else (None, None)  # of the very copy that loads
     run.plan(plan)
-    phases = Phases(gpu is not None, console.say)
     meter = Meter(gpu, peak, phases, plan, console.say)
     if config.fast_inference:
         meter.watch_engine()
@@ -395,7 +395,7 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     if evaluation:
         evaluation.before()
     set_seed(config.seed)
-    with stop.training():
+    with stop.training(config.steps_per_rollout):
         try:
             if origin and origin["step"] >= config.max_steps:
                 checkpoints.take_back(Path(config.resume_from_checkpoint), trainer)
