@@ -121,12 +121,19 @@ def test_a_run_that_fails_ends_the_comparison(starts, capsys):
         (["learn", "--preset", "smollm2", "--max-steps", "32", "--num-generations", "5"], "batch sizes: 5 or 10"),
     ],
 )
-def test_what_cannot_run_is_told_in_one_line_with_code_2(words, says, tmp_path):
+def test_what_cannot_run_is_refused_in_one_line(words, says, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    done = subprocess.run([sys.executable, str(ROOT / "benchmark.py"), *words], cwd=tmp_path, capture_output=True, text=True,
-                          env={**benchmark.os.environ, "CUDA_VISIBLE_DEVICES": ""}, timeout=60)  # fmt: skip
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and says in done.stderr, done
-    assert done.stderr.startswith("benchmark.py: ")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(benchmark, "find_gpu", lambda: (None, ""))
+    with pytest.raises(Refused) as refusal:
+        benchmark.main(words)
+    assert len(str(refusal.value).splitlines()) == 1 and says in str(refusal.value)
+
+
+def test_a_refusal_is_one_line_and_code_2(tmp_path):
+    done = subprocess.run([sys.executable, str(ROOT / "benchmark.py"), "learn", "--seeds", "1"], cwd=tmp_path, text=True,
+                          capture_output=True, env={**benchmark.os.environ, "CUDA_VISIBLE_DEVICES": ""}, timeout=60)  # fmt: skip
+    assert (done.returncode, done.stderr) == (2, "benchmark.py: --seeds 1: must be at least 2\n")
 
 
 def test_points_differ_from_the_middle_in_one_factor():

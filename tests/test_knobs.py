@@ -277,7 +277,8 @@ def test_one_model_learns_again_and_again(folder, tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(benchmark, "find_gpu", lambda: (None, ""))
     benchmark.main(["learn", "--seeds", "2", "--rollout", "2", "--points", "2", "--out", str(tmp_path), "--model", str(folder),
                     "--preset", "smollm2", "--max-steps", "4", "--eval-problems", "4", "--beta", "0.1",
-                    "--num-generations", "2", "--per-device-train-batch-size", "2", "--max-completion-length", "4"])  # fmt: skip
+                    "--num-generations", "2", "--per-device-train-batch-size", "2",
+                    "--max-completion-length", "4"])  # fmt: skip
     curves = json.loads((tmp_path / "learn.json").read_text())["curves"]
     assert [(curve["seed"], curve["groups"]) for curve in curves] == [(0, 1), (0, 2), (1, 2), (1, 1)]
     for curve in curves:
