@@ -131,8 +131,9 @@ def test_what_cannot_run_is_refused_in_one_line(words, says, tmp_path, monkeypat
 
 
 def test_a_refusal_is_one_line_and_code_2(tmp_path):
-    done = subprocess.run([sys.executable, str(ROOT / "benchmark.py"), "learn", "--seeds", "1"], cwd=tmp_path, text=True,
-                          capture_output=True, env={**benchmark.os.environ, "CUDA_VISIBLE_DEVICES": ""}, timeout=60)  # fmt: skip
+    command = [sys.executable, str(ROOT / "benchmark.py"), "learn", "--seeds", "1"]
+    environment = {**benchmark.os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, env=environment, timeout=60)
     assert (done.returncode, done.stderr) == (2, "benchmark.py: --seeds 1: must be at least 2\n")
 
 
