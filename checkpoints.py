@@ -139,7 +139,7 @@ def origin_of(config) -> dict:
     elif step % each:
         within = (
             f"step {step} is between rollouts of {own}, and not of {each} steps (--steps-per-generation, --num-iterations): "
-            "leave those as they were"
+            f"leave those as they were, or let the rollout's steps divide {step}"
         )
     if step >= config.max_steps and ended_well(Path(origin["run_dir"])):
         raise Refused(

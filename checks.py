@@ -35,6 +35,8 @@ def check_config(config) -> None:
                  "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations", "save_steps"):  # fmt: skip
         if getattr(config, name) < 1:
             raise Refused(f"{flag(name)} {getattr(config, name)}: must be at least 1")
+    if config.max_steps > 10**6:
+        raise Refused(f"--max-steps {config.max_steps}: at most 1000000, since their problems are laid out beforehand")
     for name in ("eval_problems", "warmup_steps", "learning_rate", "weight_decay", "max_grad_norm", "beta", "top_k", "seed",
                  "sample_steps", "eval_steps", "max_operand", "worked_examples"):  # fmt: skip
         if getattr(config, name) is not None and not 0 <= getattr(config, name) < math.inf:
@@ -116,9 +118,9 @@ def check_batch(config) -> None:
             f"(--gradient-accumulation-steps): {near}, or None for one step"
         )
     if config.train_problems < config.prompts_per_rollout:
+        of, problems = f" (--steps-per-generation {passes})" if passes else "", config.prompts_per_rollout
         raise Refused(
-            f"--train-problems {config.train_problems}: one rollout takes {config.prompts_per_rollout} problems: at least that "
-            "many"
+            f"--train-problems {config.train_problems}: one rollout{of} takes {problems} problems: at least that many"
         )
 
 

@@ -66,6 +66,8 @@ def drop_long_prompts(dataset, tokenizer, config, what: str, least: int, console
     Raises Refused where fewer than `least` are left.
     """
     lengths = [len(encode(tokenizer, prompt, config.chat_template_kwargs)) for prompt in dataset["prompt"]]
+    if 0 in lengths:
+        raise Refused(f"--task {config.task}: {what} prompt {lengths.index(0)} has no tokens; each needs at least one")
     kept = [i for i, length in enumerate(lengths) if length <= config.max_prompt_length]
     if len(kept) < least:
         raise Refused(

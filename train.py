@@ -255,6 +255,10 @@ def main(arguments: list[str] | None = None) -> None:
     other = "smollm2 needs none" if config.preset != "smollm2" else "qwen3-4b needs one with 16 GB and driver 580 or newer"
     print(f"preset {config.preset}: {seen}; {other}", flush=True)
     checks.check_config(config)
+    if unused := -config.max_steps % config.steps_per_rollout:
+        print(
+            f"{unused} steps' answers of the last rollout will not be used; --max-steps {config.max_steps + unused} uses them"
+        )
     checks.check_machine(config, gpu)
     checks.check_output_dir(Path(config.output_dir))
     models.check_model(config.model, config.load_in)

@@ -57,7 +57,10 @@ def test_help_is_quick_and_names_the_knobs(tmp_path):
             ["--steps-per-generation 6", "of 4 passes (--gradient-accumulation-steps): 4 or 8, or None for one step"],
         ),
         ("--steps-per-generation 1 --gradient-accumulation-steps 4", ["--steps-per-generation 1", ": 4, or None"]),
-        ("--steps-per-generation 8 --train-problems 7", ["--train-problems 7", "one rollout takes 8 problems"]),
+        (
+            "--steps-per-generation 8 --train-problems 7",
+            ["--train-problems 7", "one rollout (--steps-per-generation 8) takes 8 problems"],
+        ),
         ("--vllm-enable-sleep-mode", ["--vllm-enable-sleep-mode", "--fast-inference"]),
         ("--train-problems 0", ["--train-problems 0", "at least 1"]),
         ("--max-steps 0", ["--max-steps 0", "at least 1"]),
@@ -94,6 +97,7 @@ def test_help_is_quick_and_names_the_knobs(tmp_path):
         ("--output-dir file/in/it", ["--output-dir file/in/it", "Not a directory"]),
         ("--task nowhere.py", ["nowhere.py", "no such Python file"]),
         ("--max-operand 3", ["held-out", "operands up to 3"]),
+        ("--max-steps 99999999999", ["--max-steps 99999999999: at most 1000000"]),
     ],
 )
 def test_config_is_refused_at_once(arguments, words, tmp_path):
@@ -441,7 +445,7 @@ def test_what_a_rollout_is_made_of(changes, rollout, prompts, steps):
 def test_train_problems_fill_one_rollout_to_the_last():
     config = dataclasses.replace(PRESETS["qwen3-4b"], gradient_accumulation_steps=2, steps_per_generation=16)
     checks.check_config(dataclasses.replace(config, train_problems=16))
-    with pytest.raises(Refused, match="--train-problems 15: one rollout takes 16 problems"):
+    with pytest.raises(Refused, match="--train-problems 15: one rollout .--steps-per-generation 16. takes 16 problems"):
         checks.check_config(dataclasses.replace(config, train_problems=15))
 
 

@@ -268,6 +268,9 @@ def test_long_prompts_are_dropped_with_the_count_or_refused(folder):
     assert said == ["2 of 4 training problems left out: prompts over 128 tokens"]
     with pytest.raises(Refused, match="0 of 4 training prompts are that short, and 1 are needed; the longest has 301 tokens"):
         drop_long_prompts(dataset, tokenizer, dataclasses.replace(TINY, max_prompt_length=2), "training", 1, console)
+    empty = task.to_dataset([{"prompt": text, "target": 0} for text in ("a word", "")])
+    with pytest.raises(Refused, match="training prompt 1 has no tokens; each needs at least one"):
+        drop_long_prompts(empty, tokenizer, TINY, "training", 1, console)
 
 
 def test_one_model_learns_again_and_again(folder, tmp_path, monkeypatch, capsys):
