@@ -330,6 +330,9 @@ def nearest(config, shape: Shape, usable_gib: float, card_gib: float | None = No
     smaller = [{"per_device_train_batch_size": batch // n, "gradient_accumulation_steps": steps * n,
                 "steps_per_generation": passes and passes * n} for n in range(2, batch + 1) if batch % n == 0]  # fmt: skip
     changes += [change for change in smaller if fits(change)][:1]
+    if passes:
+        fewer = largest_that(lambda n: fits(rollout_of(config, n * steps)), 1, passes // steps - 1)
+        changes += [rollout_of(config, fewer * steps)] if fewer else []
     length = largest_that(lambda n: fits({"max_completion_length": n}), 1, config.max_completion_length - 1)
     changes += [{"max_completion_length": length}] if length else []
     group = largest_that(lambda n: fits(group_of(config, n)), 2, config.num_generations - 1)
@@ -392,6 +395,13 @@ def room_for(config, shape: Shape, usable_gib: float, card_gib: float | None = N
         *largest(lambda n: {"max_completion_length": n}, config.max_completion_length + 1, 2**20),
         *rollouts,
     ]
+
+
+def rollout_of(config, passes: int) -> dict:
+    """A rollout of so many passes; without vLLM, evaluations answer no more at once."""
+    at_once = passes * config.per_device_train_batch_size
+    fewer = {} if config.fast_inference else {"eval_problems": min(config.eval_problems, at_once)}
+    return {"steps_per_generation": passes, **fewer}
 
 
 def group_of(config, size: int) -> dict:

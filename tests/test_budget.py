@@ -894,8 +894,23 @@ def test_suggestions_keep_rollouts_of_whole_steps(preset, card):
             if "num_generations" in change:  # as many steps a rollout
                 assert after.steps_per_rollout == before.steps_per_rollout, change
             elif "steps_per_generation" in change and "per_device_train_batch_size" not in change:
-                assert after.effective_batch == before.effective_batch and after.rollout_batch > before.rollout_batch
+                assert after.effective_batch == before.effective_batch
+                assert (after.rollout_batch < before.rollout_batch) == (before is too_much), change
             elif "gradient_accumulation_steps" not in change or passes:
                 assert (after.effective_batch, after.rollout_batch) == (before.effective_batch, before.rollout_batch), change
             seen |= set(change)
     assert {"num_generations", "per_device_train_batch_size", "steps_per_generation", "max_completion_length"} <= seen
+
+
+def test_a_rollout_that_is_too_large_is_what_is_named():
+    """With 512 groups it is vLLM's sampler; without vLLM, 64 answers in an evaluation would hide what a smaller one gains."""
+    config = with_values(EIGHT, steps_per_generation=512)
+    (change,) = [c for c in budget.nearest(config, QWEN3_4B, 15.46, 15.46) if "steps_per_generation" in c]
+    assert 8 <= change["steps_per_generation"] < 512
+    larger = {"steps_per_generation": change["steps_per_generation"] + 1}
+    assert budget.works(with_values(config, **change), QWEN3_4B, 15.46)
+    assert not budget.works(with_values(config, **larger), QWEN3_4B, 15.46)
+    without = with_values(EIGHT, fast_inference=False)
+    (change,) = [c for c in budget.nearest(without, QWEN3_4B, 15.57, 15.57) if "steps_per_generation" in c]
+    assert change["eval_problems"] == 8 * change["steps_per_generation"] < 64
+    assert budget.works(with_values(without, **change), QWEN3_4B, 15.57)
