@@ -2,7 +2,7 @@
 
     uv run python benchmark.py compare "--preset chapter" "--preset qwen3-4b" -- --vram-limit-gib 15
     uv run python benchmark.py scale --kv-cache-gib 34                       step time over G, C and groups a rollout
-    uv run python benchmark.py learn --preset smollm2 --max-operand 60       held-out accuracy, three paired seeds
+    uv run python benchmark.py learn --preset smollm2 --max-operand 60 --max-steps 96    held-out accuracy, paired seeds
 
 compare starts train.py anew for each set of flags, one after the other, as often as --starts says, and reports the last start:
 by then compiled kernels are on disk. scale and learn load one model and run TRL's trainer on it again and again, each time
@@ -16,6 +16,7 @@ import math
 import os
 import platform
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
@@ -35,6 +36,7 @@ from data import build_dataset, drop_long_prompts, in_order
 from gpu import PeakMemory, find_gpu
 from trainer import grpo_arguments, trainer_class
 
+OWN = ("--max-steps", "--save-steps", "--eval-problems", "--sample-steps", "--output-dir")  # of compare's runs
 # Student's t for the mean of so many, 95 %
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 
@@ -74,6 +76,7 @@ def main(arguments: list[str]) -> None:
     print(f"$ uv run python benchmark.py {shlex.join(arguments)}\n{machine(gpu)}", flush=True)
     try:
         Path(options.out).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=options.out).close()
     except OSError as error:
         raise checks.Refused(f"--out {options.out}: {error.strerror}; give a folder that can be written") from None
     {"compare": compare, "scale": scale, "learn": learn}[options.command](options, gpu)
@@ -102,6 +105,10 @@ def compare(options, gpu) -> None:
             words = shlex.split(flags)
         except ValueError as error:
             raise checks.Refused(f"compare {flags}: {error}") from None
+        if own := [word for word in words if word.partition("=")[0].replace("_", "-") in OWN]:
+            raise checks.Refused(
+                f"compare {flags}: {own[0]} is compare's own to set; --rollouts and --least say how many steps"
+            )
         configs.append(command_line.parse(train.Config, train.PRESETS, [*options.flags, *words], gpu))
         checks.check_config(configs[-1])
     for flags, config in zip(options.runs, configs):
@@ -379,6 +386,7 @@ def curve(lab: Lab, config, problems, evaluated: set[int], before: float) -> dic
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a run that was started ends too
     try:
         main(sys.argv[1:])
     except checks.Refused as refusal:

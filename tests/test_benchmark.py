@@ -114,6 +114,7 @@ def test_a_run_that_fails_ends_the_comparison(starts, capsys):
         (["compare", "--preset 'smollm2"], "No closing quotation"),
         (["compare", "--seed 1", "--starts", "0"], "--starts 0: must be at least 1"),
         (["compare", "--seed 1", "--out", "file"], "--out file: File exists"),
+        (["compare", "--seed 1 --max-steps=3"], "compare --seed 1 --max-steps=3: --max-steps=3 is compare's own to set"),
         (["learn", "--seeds", "11"], "--seeds 11: at most 10"),
         (["learn", "--max-steps", "30"], "whole rollouts of 8 steps (--rollout); nearest: 32"),
         (["compare", "--no-such-flag 1"], "--no-such-flag"),
