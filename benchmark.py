@@ -33,8 +33,8 @@ import pictures
 import roofline
 import train
 from data import build_dataset, drop_long_prompts, in_order
-from gpu import PeakMemory, find_gpu
-from trainer import grpo_arguments, trainer_class
+from gpu import find_gpu
+from trainer import grpo_arguments, make_ready, trainer_class
 
 OWN = ("--max-steps", "--save-steps", "--eval-problems", "--sample-steps", "--output-dir")  # of compare's runs
 # Student's t for the mean of so many, 95 %
@@ -186,7 +186,7 @@ class Lab:
     """A model that is loaded once, with vLLM where there is a GPU, and trained again and again from a new adapter."""
 
     def __init__(self, config, gpu):
-        self.config, self.gpu = config, gpu
+        self.gpu = gpu
         checks.check_config(config)
         checks.check_machine(config, gpu)
         self.task = checks.load_task(config.task)
@@ -199,7 +199,6 @@ class Lab:
         import models
 
         name = models.resolve_model(config.model, config.load_in, gpu)
-        self.peak = PeakMemory(gpu) if gpu else None
         self.shape, plan = engine.memory_plan(config, gpu, name, gpu.free_gib()) if gpu else (None, None)
         model, self.tokenizer = train.load_model(config, gpu, name, self.shape, plan)
         self.model = train.attach_lora(config, model)
@@ -211,7 +210,6 @@ class Lab:
         from transformers import PrinterCallback, TrainerCallback, set_seed
         from trl import GRPOConfig
 
-        import scoring
         from phases import Phases
 
         set_seed(config.seed)
@@ -253,10 +251,7 @@ class Lab:
                 callbacks=[Clock()],
             )
             trainer.remove_callback(PrinterCallback)
-            if "ref" in self.model.peft_config:  # as in train.py
-                self.model.delete_adapter("ref")
-            if self.gpu:
-                scoring.in_training_batches(trainer)
+            make_ready(trainer, self.gpu)
             phases.attach(trainer)
             trainer.train()
         del trainer

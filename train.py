@@ -33,7 +33,7 @@ from console import Console, open_closed_streams
 from data import build_dataset, can_think, drop_long_prompts, in_order
 from gpu import PeakMemory, find_gpu
 from stopping import Stop, Stopped
-from trainer import grpo_arguments, trainer_class
+from trainer import grpo_arguments, make_ready, trainer_class
 
 PROJECT = Path(__file__).resolve().parent
 
@@ -336,7 +336,6 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     from transformers import AutoTokenizer, set_seed
     from trl import GRPOConfig
 
-    import scoring
     from held_out import HeldOut
     from phases import Phases
     from progress import Progress
@@ -384,15 +383,10 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
         train_dataset=in_order(train_set, config),
         callbacks=[progress],
     )
-    if gpu:
-        scoring.in_training_batches(trainer)
+    make_ready(trainer, gpu)
     phases.attach(trainer)
     run.trainer_arguments(trainer.args)
     run.figures = progress.figures(trainer)
-    if "ref" in model.peft_config:
-        # TRL's copy of an untrained adapter, as the reference for beta: the base model is the same, without a second LoRA,
-        # and a checkpoint that held both would resume with the wrong one
-        model.delete_adapter("ref")
 
     # training, between two evaluations on problems that it never sees; the second reads the adapter back from disk
     adapter_dir = run_dir / "final-adapter"

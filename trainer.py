@@ -14,6 +14,20 @@ def trainer_class(gpu):
     return CPUTrainer
 
 
+def make_ready(trainer, gpu) -> None:
+    """What a new trainer still lacks: on a GPU, passes that a rollout fits into; where beta is above 0, one adapter alone.
+
+    TRL adds a copy of the untrained adapter as the reference. The base model is the same, without a second LoRA, and a
+    checkpoint that held both would resume with the wrong one.
+    """
+    if gpu:
+        import scoring
+
+        scoring.in_training_batches(trainer)
+    if "ref" in trainer.model.peft_config:
+        trainer.model.delete_adapter("ref")
+
+
 def grpo_arguments(config, run_dir: Path, on_gpu: bool) -> dict:
     """TRL's arguments, every one that matters: Unsloth's defaults differ from TRL's, and on a GPU from those on a CPU.
 
