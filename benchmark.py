@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> None:
             command.add_argument("--only", type=int, nargs="+", default=points, choices=points, help="points to measure")
         else:
             command.add_argument("--seeds", type=int, default=3, help="paired seeds, 2 to 10")
-            command.add_argument("--rollout", type=int, default=8, help="groups a rollout, against one")
+            command.add_argument("--rollout", type=int, nargs="+", default=[8], help="groups a rollout, each against one")
             command.add_argument("--points", type=int, default=4, help="evaluations after the first")
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     options, flags = parser.parse_known_args(own)
@@ -68,8 +68,9 @@ def main(arguments: list[str]) -> None:
         )
     options.flags = flags + arguments[len(own) + 1 :]
     for name, least in (("starts", 1), ("rollouts", 1), ("least", 1), ("seeds", 2), ("rollout", 2), ("points", 1)):
-        if getattr(options, name, least) < least:
-            raise checks.Refused(f"--{name} {getattr(options, name)}: must be at least {least}")
+        given = getattr(options, name, least)
+        if (smallest := min(given) if isinstance(given, list) else given) < least:
+            raise checks.Refused(f"--{name} {smallest}: must be at least {least}")
     if getattr(options, "seeds", 2) not in T_95:
         raise checks.Refused(f"--seeds {options.seeds}: at most {max(T_95)}")
     gpu = find_gpu()[0]
@@ -118,12 +119,10 @@ def compare(options, gpu) -> None:
         for _ in range(options.starts):
             found.append((flags, start(options, flags, steps, skipped, each)))
             print(f"{flags}: {json.dumps(found[-1][1])}", flush=True)
+            keep(options, gpu, {"starts": [{"run": flags, **figures} for flags, figures in found]})
     last = [figures for _, figures in found[options.starts - 1 :: options.starts]]
     rows = [[name, *(shown(figures.get(name)) for figures in last), ratio(last[0], last[-1], name)] for name in last[0]]
-    text = table(["", *(f"`{flags}`" for flags in options.runs), "first / last"], rows)
-    print(text)
-    everything = [{"flags": flags, **figures} for flags, figures in found]
-    (Path(options.out) / "compare.json").write_text(json.dumps({"machine": machine(gpu), "starts": everything}, indent=1))
+    print(table(["", *(f"`{flags}`" for flags in options.runs), "first / last"], rows))
 
 
 def start(options, flags: str, steps: int, skipped: int, each: int) -> dict[str, float]:
@@ -318,48 +317,54 @@ def scale(options, gpu) -> None:
         rows.append({**point, **parts, "seconds": seconds, "length": length, "roofline_decoding": decoding,
                      "roofline_training": training, "tokens_per_second": point["G"] * length / seconds})  # fmt: skip
         print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
+        keep(options, gpu, {"rows": rows})
     columns = ["G", "C", "R", "seconds", "generation", "log_probs", "forward_backward", "rest", "tokens_per_second",
                "roofline_decoding", "roofline_training"]  # fmt: skip
     print(table(columns, [[shown(row[name]) for name in columns] for row in rows]))
-    out = Path(options.out)
-    (out / "scale.json").write_text(json.dumps({"machine": machine(gpu), "rows": rows}, indent=1))
-    pictures.scale({"rows": rows}).savefig(out / "scale.png")
+    pictures.scale({"rows": rows}).savefig(Path(options.out) / "scale.png")
 
 
 def learn(options, gpu) -> None:
-    """Held-out accuracy with one group a rollout and with several, after the same completions, over paired seeds."""
+    """Held-out accuracy with one group a rollout and with more, after the same completions, over paired seeds."""
     base = command_line.parse(train.Config, train.PRESETS, options.flags, gpu)
-    each = options.rollout
-    if base.max_steps % (each * options.points):
-        near = math.ceil(base.max_steps / (each * options.points)) * each * options.points
+    kinds = sorted({1, *options.rollout})
+    between = math.lcm(*kinds) * options.points
+    if base.max_steps % between:
+        whole, near = " and of ".join(map(str, kinds[1:])), math.ceil(base.max_steps / between) * between
         raise checks.Refused(
-            f"--max-steps {base.max_steps}: --points {options.points} evaluations come after whole rollouts of {each} steps "
+            f"--max-steps {base.max_steps}: --points {options.points} evaluations come after whole rollouts of {whole} steps "
             f"(--rollout); nearest: {near}"
         )
-    largest = dataclasses.replace(base, steps_per_generation=each * base.gradient_accumulation_steps)
-    lab = Lab(largest, gpu)
+
+    def of(groups, **others):
+        return dataclasses.replace(base, steps_per_generation=groups * base.gradient_accumulation_steps, **others)
+
+    lab = Lab(of(kinds[-1]), gpu)
     problems = build_dataset(lab.task, base, train.PRESETS[base.preset], base.eval_problems, "held-out")
     before, curves = lab.accuracy(base, problems), []  # B is 0 until the first run
+    evaluated = {base.max_steps * i // options.points for i in range(1, options.points + 1)}
     for seed in range(options.seeds):
-        for groups in (1, each) if seed % 2 == 0 else (each, 1):
-            config = dataclasses.replace(base, seed=seed, steps_per_generation=groups * base.gradient_accumulation_steps)
-            evaluated = {base.max_steps * i // options.points for i in range(1, options.points + 1)}
-            curves.append({"groups": groups, **curve(lab, config, problems, evaluated, before)})
-    rows, differences = [], []
-    for seed in range(options.seeds):
-        one, several = ({c["groups"]: c for c in curves if c["seed"] == seed}[n] for n in (1, each))
-        differences.append(several["points"][-1][3] - one["points"][-1][3])
-        rows.append([seed, *(f"{c['points'][-1][3]:.3f}" for c in (one, several)), f"{differences[-1]:+.3f}",
-                     *(f"{c['points'][-1][2]:.0f}" for c in (one, several)),
-                     *(f"{c['clipped']:.4f}" for c in (one, several))])  # fmt: skip
+        for groups in kinds if seed % 2 == 0 else kinds[::-1]:
+            curves.append({"groups": groups, **curve(lab, of(groups, seed=seed), problems, evaluated, before)})
+            keep(options, gpu, {"curves": curves})
+    last = {(c["seed"], c["groups"]): c["points"][-1][3] for c in curves}
+    rows = [[c["seed"], c["groups"], f"{c['points'][-1][3]:.3f}", f"{c['points'][-1][3] - last[c['seed'], 1]:+.3f}",
+             f"{c['points'][-1][2]:.0f}", f"{c['clipped']:.4f}", f"{c['kl']:.4f}"]
+            for c in sorted(curves, key=lambda c: (c["seed"], c["groups"]))]  # fmt: skip
     print(f"held-out, before: {before:.3f} of {len(problems)} problems")
-    print(table(["seed", "1 a rollout", f"{each} a rollout", "difference", "s", "s", "clipped", "clipped"], rows))
-    mean, count = statistics.mean(differences), len(differences)
-    half = T_95[count] * statistics.stdev(differences) / math.sqrt(count)
-    print(f"difference: {mean:+.3f}, 95 % interval over seeds {mean - half:+.3f} to {mean + half:+.3f}")
-    out = Path(options.out)
-    (out / "learn.json").write_text(json.dumps({"machine": machine(gpu), "curves": curves}, indent=1))
-    pictures.learning({"curves": curves}).savefig(out / "learn.png")
+    print(table(["seed", "groups a rollout", "accuracy", "against 1", "training, s", "clipped", "KL"], rows))
+    for groups in kinds[1:]:
+        differences = [last[seed, groups] - last[seed, 1] for seed in range(options.seeds)]
+        mean, count = statistics.mean(differences), options.seeds
+        half = T_95[count] * statistics.stdev(differences) / math.sqrt(count)
+        print(f"{groups} against 1: {mean:+.3f}, 95 % interval over seeds {mean - half:+.3f} to {mean + half:+.3f}")
+    pictures.learning({"curves": curves}).savefig(Path(options.out) / "learn.png")
+
+
+def keep(options, gpu, found: dict) -> None:
+    """What was measured so far, as JSON: a benchmark of many minutes that is cut off leaves what it has."""
+    path = Path(options.out) / f"{options.command}.json"
+    path.write_text(json.dumps({"machine": machine(gpu), "flags": options.flags, **found}, indent=1))
 
 
 def curve(lab: Lab, config, problems, evaluated: set[int], before: float) -> dict:

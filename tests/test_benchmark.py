@@ -97,7 +97,7 @@ def test_compare_starts_each_set_of_flags_as_often_as_asked(starts, capsys, tmp_
     assert said[0].startswith("$ uv run python benchmark.py compare '--seed 1' ") and "no GPU" in said[1]
     assert "|  | `--seed 1` | `--seed 2 --steps-per-generation 4` | first / last |" in said
     found = json.loads((tmp_path / "there" / "compare.json").read_text())["starts"]
-    assert [start["flags"] for start in found] == ["--seed 1"] * 2 + ["--seed 2 --steps-per-generation 4"] * 2
+    assert [start["run"] for start in found] == ["--seed 1"] * 2 + ["--seed 2 --steps-per-generation 4"] * 2
 
 
 def test_a_run_that_fails_ends_the_comparison(starts, capsys):
@@ -117,6 +117,8 @@ def test_a_run_that_fails_ends_the_comparison(starts, capsys):
         (["compare", "--seed 1 --max-steps=3"], "compare --seed 1 --max-steps=3: --max-steps=3 is compare's own to set"),
         (["learn", "--seeds", "11"], "--seeds 11: at most 10"),
         (["learn", "--max-steps", "30"], "whole rollouts of 8 steps (--rollout); nearest: 32"),
+        (["learn", "--rollout", "8", "1", "--max-steps", "32"], "--rollout 1: must be at least 2"),
+        (["learn", "--max-steps", "96", "--rollout", "8", "16"], "of 8 and of 16 steps (--rollout); nearest: 128"),
         (["compare", "--no-such-flag 1"], "--no-such-flag"),
         (["compare", "--no-lean-decode", "--seed 1"], "compare --no-lean-decode: a run's flags are one argument with a space"),
         (["learn", "--preset", "smollm2", "--max-steps", "32", "--num-generations", "5"], "batch sizes: 5 or 10"),
