@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> None:
             points = [*range(len(POINTS))]
             command.add_argument("--only", type=int, nargs="+", default=points, choices=points, help="points to measure")
         else:
-            command.add_argument("--seeds", type=int, default=3, help="paired seeds, 2 to 10")
+            command.add_argument("--seeds", type=int, default=3, help="paired seeds, 2 to 10, from --seed on")
             command.add_argument("--rollout", type=int, nargs="+", default=[8], help="groups a rollout, each against one")
             command.add_argument("--points", type=int, default=4, help="evaluations after the first")
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
@@ -343,7 +343,8 @@ def learn(options, gpu) -> None:
     problems = build_dataset(lab.task, base, train.PRESETS[base.preset], base.eval_problems, "held-out")
     before, curves = lab.accuracy(base, problems), []  # B is 0 until the first run
     evaluated = {base.max_steps * i // options.points for i in range(1, options.points + 1)}
-    for seed in range(options.seeds):
+    seeds = range(base.seed, base.seed + options.seeds)
+    for seed in seeds:
         for groups in kinds if seed % 2 == 0 else kinds[::-1]:
             curves.append({"groups": groups, **curve(lab, of(groups, seed=seed), problems, evaluated, before)})
             keep(options, gpu, {"curves": curves})
@@ -354,7 +355,7 @@ def learn(options, gpu) -> None:
     print(f"held-out, before: {before:.3f} of {len(problems)} problems")
     print(table(["seed", "groups a rollout", "accuracy", "against 1", "training, s", "clipped", "KL"], rows))
     for groups in kinds[1:]:
-        differences = [last[seed, groups] - last[seed, 1] for seed in range(options.seeds)]
+        differences = [last[seed, groups] - last[seed, 1] for seed in seeds]
         mean, count = statistics.mean(differences), options.seeds
         half = T_95[count] * statistics.stdev(differences) / math.sqrt(count)
         print(f"{groups} against 1: {mean:+.3f}, 95 % interval over seeds {mean - half:+.3f} to {mean + half:+.3f}")

@@ -1,4 +1,4 @@
-"""Faster decoding in vLLM as Unsloth sets it up: fewer kernels for each 4-bit layer, and fewer graphs to capture.
+"""Faster decoding in vLLM as Unsloth sets it up: fewer kernels for each 4-bit layer, fewer graphs, and nothing to compile.
 
 vLLM and Unsloth have no public place for either. What is replaced here was read in vLLM 0.26.0, bitsandbytes 0.50.2 and
 unsloth_zoo 2026.10.9, and is held by a test. Import it after unsloth.
@@ -85,9 +85,10 @@ def join_4bit_layers() -> None:
 
 @contextlib.contextmanager
 def graphs_of(sizes: list[int]):
-    """While vLLM starts: let it capture CUDA graphs for decoding so many sequences, and none of prefill.
+    """While vLLM starts: let it capture CUDA graphs for decoding so many sequences, and none of prefill, of uncompiled code.
 
-    By itself it captures whole graphs and graphs in pieces for dozens of sizes, in 23 seconds on an H200. Unsloth makes vLLM's
+    By itself it compiles the model (torch.compile) and captures whole graphs and graphs in pieces for dozens of sizes. In a
+    graph, vLLM's own kernels decode as fast as compiled ones (docs/pace.md has the seconds). Unsloth makes vLLM's
     CompilationConfig itself; what is decided here replaces its choice.
     """
     import vllm.config
@@ -95,6 +96,7 @@ def graphs_of(sizes: list[int]):
     made = vllm.config.CompilationConfig
 
     def narrowed(**options):
+        options["mode"] = vllm.config.CompilationMode.NONE
         options["cudagraph_mode"] = vllm.config.CUDAGraphMode.FULL_DECODE_ONLY
         return made(**options | {"cudagraph_capture_sizes": sizes})
 

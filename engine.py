@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import sys
 
 import budget
@@ -51,12 +52,20 @@ def hold_to(limit_gib: float, plan: budget.Plan | None) -> None:
 
 
 def environment(config) -> dict[str, str]:
-    """What Unsloth reads from the environment when it is imported: it takes sleep mode from there, and then vLLM's share
-    from the card, unless told to keep the one that it is given."""
-    if not config.vllm_enable_sleep_mode:
-        return {}
-    allocator = "expandable_segments:False"  # which vLLM's allocator cannot work beside
-    return {"UNSLOTH_VLLM_STANDBY": "1", "UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE": "1", "PYTORCH_ALLOC_CONF": allocator}
+    """What Unsloth and torch read from the environment when they are imported, for a run on a GPU; what a user has set stays.
+
+    UNSLOTH_BLOCK_COMPILE: Unsloth compiles decoder layers for passes that are not packed. All of these are (scoring.py), but
+    for a first one that checks the packed one, and compiling for that takes 20 seconds. OMP_NUM_THREADS: what is left for the
+    CPU are thousands of small tensors, where a thread for each of 64 cores takes longer than one does.
+    Sleep mode is no choice of the environment: Unsloth takes it from there, and then vLLM's share from the card, unless told
+    to keep the one that it is given.
+    """
+    own = {"UNSLOTH_BLOCK_COMPILE": "0", "OMP_NUM_THREADS": "1"}
+    found = {name: os.environ.get(name, value) for name, value in own.items()}
+    if config.vllm_enable_sleep_mode:
+        allocator = "expandable_segments:False"  # which vLLM's allocator cannot work beside
+        found |= {"UNSLOTH_VLLM_STANDBY": "1", "UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE": "1", "PYTORCH_ALLOC_CONF": allocator}
+    return found
 
 
 @contextlib.contextmanager

@@ -105,12 +105,17 @@ def vllm(monkeypatch):
         level: int = 0
         cudagraph_mode: str = "by itself"
         cudagraph_capture_sizes: list | None = None
+        mode: str = "compiled"
 
     modes = SimpleNamespace(FULL_DECODE_ONLY="whole", FULL_AND_PIECEWISE="whole and in pieces")
     names = {
         "vllm.model_executor.layers.quantization.bitsandbytes": {"BitsAndBytesLinearMethod": BitsAndBytesLinearMethod},
         "vllm.model_executor.model_loader.bitsandbytes_loader": {"BitsAndBytesModelLoader": BitsAndBytesModelLoader},
-        "vllm.config": {"CompilationConfig": CompilationConfig, "CUDAGraphMode": modes},
+        "vllm.config": {
+            "CompilationConfig": CompilationConfig,
+            "CUDAGraphMode": modes,
+            "CompilationMode": SimpleNamespace(NONE="as it is"),
+        },
     }
     modules = {}
     for path, content in names.items():
@@ -156,7 +161,7 @@ def unsloths_choice():
 def test_graphs_are_narrowed_while_vllm_starts(decode, vllm):
     made = vllm.config.CompilationConfig
     with decode.graphs_of([1, 2, 4, 8, 16]):
-        assert unsloths_choice() == made(3, "whole", [1, 2, 4, 8, 16])
+        assert unsloths_choice() == made(3, "whole", [1, 2, 4, 8, 16], "as it is")
         assert isinstance(unsloths_choice(), made)
     assert vllm.config.CompilationConfig is made and unsloths_choice() == made(3, "whole and in pieces", None)
     with pytest.raises(ValueError, match="vLLM does not start"), decode.graphs_of([1]):
@@ -168,7 +173,7 @@ def test_vllms_own_class_has_what_is_set():
     file = importlib.metadata.distribution("vllm").locate_file("vllm/config/compilation.py")
     (found,) = [node for node in ast.parse(Path(file).read_text()).body if getattr(node, "name", "") == "CompilationConfig"]
     fields = {node.target.id for node in found.body if isinstance(node, ast.AnnAssign)}
-    assert {"cudagraph_mode", "cudagraph_capture_sizes"} <= fields
+    assert {"mode", "cudagraph_mode", "cudagraph_capture_sizes"} <= fields
 
 
 @pytest.mark.parametrize("lean", [True, False])
@@ -180,20 +185,23 @@ def test_vllm_is_set_up_for_the_run_alone_where_that_is_asked_for(decode, vllm, 
     apply, made = vllm.linear.apply, vllm.config.CompilationConfig
     with engine.set_up(config, None, None, SimpleNamespace(total_gib=16.0)) as arguments:
         choice = unsloths_choice()
-    assert choice == (made(3, "whole", [1, 2, 4, 8, 16, 32, 64]) if lean else made(3, "whole and in pieces", None))
+    assert choice == (made(3, "whole", [1, 2, 4, 8, 16, 32, 64], "as it is") if lean else made(3, "whole and in pieces", None))
     assert (vllm.linear.apply is apply) is not lean and vllm.config.CompilationConfig is made
     assert arguments["gpu_memory_utilization"] == pytest.approx(8 / 14)
     assert (arguments["max_num_seqs"], arguments["max_num_batched_tokens"]) == (64, 2048)
 
 
-def test_sleep_mode_is_asked_for_in_the_environment_and_the_share_kept():
+def test_unsloth_is_told_by_the_environment_and_a_users_own_stays(monkeypatch):
+    monkeypatch.delenv("UNSLOTH_BLOCK_COMPILE", raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    own = {"UNSLOTH_BLOCK_COMPILE": "0", "OMP_NUM_THREADS": "3"}
+    assert engine.environment(PRESETS["qwen3-4b"]) == own
     config = dataclasses.replace(PRESETS["qwen3-4b"], vllm_enable_sleep_mode=True)
-    assert engine.environment(config) == {
+    assert engine.environment(config) == own | {
         "UNSLOTH_VLLM_STANDBY": "1",
         "UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE": "1",
         "PYTORCH_ALLOC_CONF": "expandable_segments:False",  # with them, Unsloth refuses to sleep
     }
-    assert engine.environment(PRESETS["qwen3-4b"]) == {}
 
 
 # scoring

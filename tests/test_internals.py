@@ -55,6 +55,9 @@ BITSANDBYTES_LAYER = "model_executor/layers/quantization/bitsandbytes.py"
         ("vllm", "config/compilation.py", "\n    cudagraph_capture_sizes: list[int]"),
         ("vllm", "config/compilation.py", "\n    cudagraph_specialize_lora: bool = True"),
         ("vllm", "config/compilation.py", "\n    FULL_DECODE_ONLY = (FULL, NONE)"),
+        ("vllm", "config/compilation.py", "class CompilationMode(enum.IntEnum):"),
+        ("unsloth", "models/_block_compile.py", 'os.environ.get("UNSLOTH_BLOCK_COMPILE", "1") != "0"'),  # engine.py
+        ("unsloth", "models/_block_compile.py", '(unsloth_forward and kwargs.get("packed_seq_lengths") is not None)'),
         ("unsloth_zoo", "vllm_utils.py", 'unsloth_vllm_standby or (os.getenv("UNSLOTH_VLLM_STANDBY", "0")'),  # engine.py
         ("unsloth_zoo", "vllm_utils.py", 'standby_util_override = os.getenv("UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE", "0") != "0"'),
         ("unsloth_zoo", "vllm_utils.py", "\n    if unsloth_vllm_standby and not standby_util_override:\n"),
