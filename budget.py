@@ -387,7 +387,8 @@ def room_for(config, shape: Shape, usable_gib: float, card_gib: float | None = N
     group, steps, passes = config.num_generations, config.gradient_accumulation_steps, config.steps_per_generation
     unit = group // math.gcd(group, config.per_device_train_batch_size)  # of steps, for whole groups
     if passes:
-        rollouts = largest(lambda n: {"steps_per_generation": n * steps}, passes // steps + 1, 1024)
+        most = min(config.max_steps // config.num_iterations, 1024)  # a longer one would have answers that no step takes
+        rollouts = largest(lambda n: {"steps_per_generation": n * steps}, passes // steps + 1, most)
     else:
         rollouts = largest(lambda n: {"gradient_accumulation_steps": n * unit}, steps // unit + 1, 1024)
     return [

@@ -8,7 +8,7 @@ import statistics
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 from matplotlib.transforms import blended_transform_factory
 
 # Okabe and Ito's colours; yellow is only for areas with an edge
@@ -210,6 +210,7 @@ def scale(data: dict) -> Figure:
         axes.tick_params(labelsize=TEXT - 1)
         axes.grid(color=LIGHT, alpha=0.4)
     panels[0].set_ylabel("seconds a step", fontsize=TEXT)
+    panels[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     panels[0].yaxis.set_major_formatter("{x:g}")
     legend_above(figure, panels[0].get_lines())
     return figure

@@ -565,7 +565,9 @@ def test_room_is_used_up_to_the_last_completion(config, name, usable, card):
         assert there and changed == with_values(config, **change) and change[knob] > getattr(config, knob)
     assert bought
     for knob, one in (("num_generations", 1), ("max_completion_length", 1), (rollouts, step)):
-        assert not fits_with(knob, bought.get(knob, getattr(config, knob)) + one)[0]
+        more = bought.get(knob, getattr(config, knob)) + one
+        whole_run = knob == "steps_per_generation" and more > config.max_steps  # no step would take its last answers
+        assert whole_run or not fits_with(knob, more)[0]
 
 
 @pytest.mark.parametrize(
