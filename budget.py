@@ -361,7 +361,8 @@ def nearest_cache(config, shape: Shape, usable_gib: float, card_gib: float | Non
 
 
 def room_for(config, shape: Shape, usable_gib: float, card_gib: float | None = None) -> list[dict]:
-    """What the room that is left buys, each by itself: the largest group, completion length and rollout that work.
+    """What the room that is left buys, each by itself: the largest group, completion length and rollout that work (the
+    latter without answers at the end of the run that no step takes).
 
     With a larger cache where the present one lets all completions of a rollout decode at once, and would not any more.
     """
@@ -377,23 +378,24 @@ def room_for(config, shape: Shape, usable_gib: float, card_gib: float | None = N
         needed = cache_for_all(dataclasses.replace(config, **change))
         return {**change, "kv_cache_gib": needed} if grows and needed > config.kv_cache_gib else change
 
-    def largest(change_of, low: int, high: int) -> list[dict]:
-        def fits(n: int) -> bool:
-            return works(dataclasses.replace(config, **with_cache(change_of(n))), shape, usable_gib, card_gib)
+    def largest(change_of, values) -> list[dict]:
+        def fits(i: int) -> bool:
+            return works(dataclasses.replace(config, **with_cache(change_of(values[i]))), shape, usable_gib, card_gib)
 
-        found = largest_that(fits, low, high)
-        return [with_cache(change_of(found))] if found else []
+        found = largest_that(fits, 0, len(values) - 1)
+        return [] if found is None else [with_cache(change_of(values[found]))]
 
     group, steps, passes = config.num_generations, config.gradient_accumulation_steps, config.steps_per_generation
     unit = group // math.gcd(group, config.per_device_train_batch_size)  # of steps, for whole groups
-    if passes:
-        most = min(config.max_steps // config.num_iterations, 1024)  # a longer one would have answers that no step takes
-        rollouts = largest(lambda n: {"steps_per_generation": n * steps}, passes // steps + 1, most)
+    if passes:  # as many rollouts as the run uses up
+        whole = config.max_steps // config.num_iterations
+        used_up = [n for n in range(passes // steps + 1, whole + 1) if config.max_steps % (n * config.num_iterations) == 0]
+        rollouts = largest(lambda n: {"steps_per_generation": n * steps}, used_up)
     else:
-        rollouts = largest(lambda n: {"gradient_accumulation_steps": n * unit}, steps // unit + 1, 1024)
+        rollouts = largest(lambda n: {"gradient_accumulation_steps": n * unit}, range(steps // unit + 1, 1025))
     return [
-        *largest(lambda n: group_of(config, n), group + 1, 1024),
-        *largest(lambda n: {"max_completion_length": n}, config.max_completion_length + 1, 2**20),
+        *largest(lambda n: group_of(config, n), range(group + 1, 1025)),
+        *largest(lambda n: {"max_completion_length": n}, range(config.max_completion_length + 1, 2**20 + 1)),
         *rollouts,
     ]
 

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import dataclasses
 import io
+import re
 from pathlib import Path
 
 import checkpoints
@@ -45,4 +46,7 @@ def parse(config_class, presets: dict, arguments: list[str], gpu, program: str =
         if not stop.code:
             raise
     lines = [line.strip("│╭╮╰╯─ ") for line in box.getvalue().splitlines()[1:]]  # the first one is the box's title
-    raise Refused(" ".join(filter(None, lines)).partition(" For full helptext")[0].rstrip(".") + "; --help lists all")
+    said = re.split(" Argument helptext:| For full helptext", " ".join(filter(None, lines)))[0].rstrip(".")
+    neither = r"no type matching \{None\}\|(\w+) could be instantiated from \[(.*?)\].*"
+    said = re.sub(neither, r"\2 is neither None nor \1", said)
+    raise Refused(said + "; --help lists all")

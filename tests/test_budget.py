@@ -534,6 +534,8 @@ def test_what_the_headroom_buys_can_be_had_with_the_flags_that_say_so(arguments)
         (EIGHT, "qwen3-4b", 23.51, None),
         (with_values(EIGHT, kv_cache_gib=9.0), "qwen3-4b", 23.51, None),  # room for all 64 at full length, and so it stays
         (with_values(EIGHT, num_generations=4, gradient_accumulation_steps=2, train_problems=40), "qwen3-1.7b", 23.51, None),
+        (with_values(EIGHT, gradient_accumulation_steps=2, num_iterations=2, max_steps=96), "qwen3-4b", 139.8, None),
+        (with_values(EIGHT, max_steps=4), "qwen3-4b", 139.8, None),  # a longer rollout would not be used up
     ],
 )
 def test_room_is_used_up_to_the_last_completion(config, name, usable, card):
@@ -564,10 +566,16 @@ def test_room_is_used_up_to_the_last_completion(config, name, usable, card):
         there, changed = fits_with(knob, change[knob])
         assert there and changed == with_values(config, **change) and change[knob] > getattr(config, knob)
     assert bought
-    for knob, one in (("num_generations", 1), ("max_completion_length", 1), (rollouts, step)):
-        more = bought.get(knob, getattr(config, knob)) + one
-        whole_run = knob == "steps_per_generation" and more > config.max_steps  # no step would take its last answers
-        assert whole_run or not fits_with(knob, more)[0]
+    more = {knob: bought.get(knob, getattr(config, knob)) for knob in ("num_generations", "max_completion_length", rollouts)}
+    for knob in ("num_generations", "max_completion_length"):
+        assert not fits_with(knob, more[knob] + 1)[0]
+    if rollouts == "gradient_accumulation_steps":
+        assert not fits_with(rollouts, more[rollouts] + 1)[0]
+        return
+    used_up = [n for n in range(step, (config.max_steps + 1) * step, step)
+               if config.max_steps % with_values(config, steps_per_generation=n).steps_per_rollout == 0]  # fmt: skip
+    assert rollouts not in bought or bought[rollouts] in used_up
+    assert not any(fits_with(rollouts, n)[0] for n in used_up if n > more[rollouts])
 
 
 @pytest.mark.parametrize(
@@ -743,6 +751,7 @@ GOOD = {"model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "intermedi
         ("--target-modules q_proj embed", None, ["--target-modules embed", "q_proj k_proj"]),
         ("--num-generations 5", None, ["--num-generations", "nearest batch sizes: 5 or 10"]),
         ("--no-such-flag 1", None, ["--no-such-flag", "--help lists all"]),
+        ("--steps-per-generation 2.5", None, ["--steps-per-generation: '2.5' is neither None nor INT; --help lists all"]),
         ("--load-in 8bit", None, ["'8bit'", "--load-in", "'fp8'"]),
         ("--card rtx-4090 --load-in fp8", None, ["--load-in fp8 on rtx-4090: compute capability 8.9", "--load-in 4bit"]),
         ("--card rtx-3090 --kv-cache-dtype fp8", None, ["--kv-cache-dtype fp8 on rtx-3090: compute capability 8.6"]),
