@@ -34,6 +34,7 @@ import roofline
 import train
 from data import build_dataset, drop_long_prompts, in_order
 from gpu import find_gpu
+from record import git_commit
 from trainer import grpo_arguments, make_ready, trainer_class
 
 OWN = ("--max-steps", "--save-steps", "--eval-problems", "--sample-steps", "--output-dir")  # of compare's runs
@@ -74,7 +75,8 @@ def main(arguments: list[str]) -> None:
     if getattr(options, "seeds", 2) not in T_95:
         raise checks.Refused(f"--seeds {options.seeds}: at most {max(T_95)}")
     gpu = find_gpu()[0]
-    print(f"$ uv run python benchmark.py {shlex.join(arguments)}\n{machine(gpu)}", flush=True)
+    options.line = f"uv run python benchmark.py {shlex.join(arguments)}"
+    print(f"$ {options.line}\n{machine(gpu)}", flush=True)
     try:
         Path(options.out).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=options.out).close()
@@ -339,9 +341,12 @@ def learn(options, gpu) -> None:
     def of(groups, **others):
         return dataclasses.replace(base, steps_per_generation=groups * base.gradient_accumulation_steps, **others)
 
-    lab = Lab(of(kinds[-1]), gpu)
-    problems = build_dataset(lab.task, base, train.PRESETS[base.preset], base.eval_problems, "held-out")
+    longest = of(kinds[-1])
+    lab = Lab(longest, gpu)
+    same = dataclasses.replace(base, seed=0)  # problems for all seeds
+    problems = build_dataset(lab.task, same, train.PRESETS[base.preset], base.eval_problems, "held-out")
     before, curves = lab.accuracy(base, problems), []  # B is 0 until the first run
+    lab.run(dataclasses.replace(longest, max_steps=longest.steps_per_rollout))  # what warms up belongs to no curve
     evaluated = {base.max_steps * i // options.points for i in range(1, options.points + 1)}
     seeds = range(base.seed, base.seed + options.seeds)
     for seed in seeds:
@@ -365,7 +370,10 @@ def learn(options, gpu) -> None:
 def keep(options, gpu, found: dict) -> None:
     """What was measured so far, as JSON: a benchmark of many minutes that is cut off leaves what it has."""
     path = Path(options.out) / f"{options.command}.json"
-    path.write_text(json.dumps({"machine": machine(gpu), "flags": options.flags, **found}, indent=1))
+    how = {"command": options.line, "commit": git_commit(train.PROJECT), "machine": machine(gpu)}
+    aside = path.with_suffix(".part")
+    aside.write_text(json.dumps({**how, **found}, indent=1))
+    os.replace(aside, path)
 
 
 def curve(lab: Lab, config, problems, evaluated: set[int], before: float) -> dict:

@@ -9,8 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 import benchmark
+import checks
 from checks import Refused
 from conftest import ROOT
+from task import make_dataset
+from train import PRESETS
 
 
 def step(generation=0.0, forward_backward=1.0, overall=None, **more):
@@ -75,6 +78,7 @@ def starts(monkeypatch, tmp_path):
         (run_dir / "record.jsonl").write_text("\n".join(map(json.dumps, items)) + "\n")
         return SimpleNamespace(returncode=starts.code, stdout="step 1/6\nfailed in training: no luck\n")
 
+    monkeypatch.setattr(benchmark, "git_commit", lambda project: "abc")
     monkeypatch.setattr(benchmark.subprocess, "run", run)
     monkeypatch.setattr(benchmark, "find_gpu", lambda: (None, ""))
     monkeypatch.chdir(tmp_path)
@@ -96,8 +100,9 @@ def test_compare_starts_each_set_of_flags_as_often_as_asked(starts, capsys, tmp_
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("$ uv run python benchmark.py compare '--seed 1' ") and "no GPU" in said[1]
     assert "|  | `--seed 1` | `--seed 2 --steps-per-generation 4` | first / last |" in said
-    found = json.loads((tmp_path / "there" / "compare.json").read_text())["starts"]
-    assert [start["run"] for start in found] == ["--seed 1"] * 2 + ["--seed 2 --steps-per-generation 4"] * 2
+    found = json.loads((tmp_path / "there" / "compare.json").read_text())
+    assert found["commit"] == "abc" and "no GPU" in found["machine"]
+    assert [start["run"] for start in found["starts"]] == ["--seed 1"] * 2 + ["--seed 2 --steps-per-generation 4"] * 2
 
 
 def test_a_run_that_fails_ends_the_comparison(starts, capsys):
@@ -144,3 +149,62 @@ def test_points_differ_from_the_middle_in_one_factor():
     middle = {"G": 8, "C": 768, "R": 8}
     assert benchmark.POINTS.count(middle) == 1 and len({str(point) for point in benchmark.POINTS}) == len(benchmark.POINTS)
     assert all(sum(point[name] != middle[name] for name in middle) <= 1 for point in benchmark.POINTS)
+
+
+@pytest.fixture
+def lab(monkeypatch, tmp_path):
+    """A Lab that trains nothing: what was asked of it, and accuracies by seed and groups a rollout; `fails` ends a run."""
+    seen = SimpleNamespace(runs=[], problems=[], fails=None)
+    accuracies = {(3, 1): 0.5, (3, 2): 0.5, (3, 4): 0.7, (4, 1): 0.25, (4, 2): 0.5, (4, 4): 0.5}
+
+    class Lab:
+        def __init__(self, config, gpu):
+            self.task = checks.load_task(config.task)
+            seen.made_for = config.prompts_per_rollout
+
+        def run(self, config, on_step=lambda step, seconds: None):
+            seen.runs.append((config.seed, config.prompts_per_rollout, config.max_steps))
+            if seen.runs[-1] == seen.fails:
+                raise RuntimeError("no luck")
+            for step in range(1, config.max_steps + 1):
+                on_step(step, 0.5)
+            return [{"clip_ratio/region_mean": 0.01, "kl": 0.1}, {"clip_ratio/region_mean": 0.03, "kl": 0.3}]
+
+        def accuracy(self, config, problems):
+            seen.problems.append(problems["prompt"][:])
+            return accuracies[config.seed, config.prompts_per_rollout] if seen.runs else 0.125
+
+    monkeypatch.setattr(benchmark, "Lab", Lab)
+    monkeypatch.setattr(benchmark, "find_gpu", lambda: (None, ""))
+    monkeypatch.chdir(tmp_path)
+    return seen
+
+
+LEARN = ["learn", "--rollout", "4", "2", "--seeds", "2", "--points", "2", "--seed", "3", "--max-steps", "8",
+         "--eval-problems", "8", "--out", "there"]  # fmt: skip
+
+
+def test_learn_pairs_the_seeds_after_a_run_that_warms_up(lab, capsys, tmp_path):
+    benchmark.main(LEARN)
+    orders = {3: (4, 2, 1), 4: (1, 2, 4)}  # in turn, so that no rollout has the better place
+    assert lab.runs == [(3, 4, 4), *((seed, groups, 8) for seed in (3, 4) for groups in orders[seed])] and lab.made_for == 4
+    wanted = make_dataset(8, 0, "held-out", max_operand=20, worked_examples=1, system=PRESETS["smollm2"].system)
+    assert lab.problems == [wanted["prompt"][:]] * 13  # whatever --seed is
+    said = capsys.readouterr().out
+    assert "held-out, before: 0.125 of 8 problems" in said
+    for row in ("| 3 | 1 | 0.500 | +0.000 | 4 | 0.0200 | 0.2000 |", "| 4 | 2 | 0.500 | +0.250 | 4 | 0.0200 | 0.2000 |"):
+        assert row in said.splitlines()
+    # differences 0 and 0.25: mean 0.125, standard error 0.125, and Student's t of one degree of freedom
+    assert "2 against 1: +0.125, 95 % interval over seeds -1.464 to +1.714" in said
+    assert "4 against 1: +0.225, 95 % interval over seeds -0.093 to +0.543" in said
+    found = json.loads((tmp_path / "there" / "learn.json").read_text())
+    assert found["command"] == f"uv run python benchmark.py {' '.join(LEARN)}" and len(found["curves"]) == 6
+    assert found["curves"][0]["points"] == [[0, 0, 0.0, 0.125], [4, 32, 2.0, 0.7], [8, 64, 4.0, 0.7]]
+
+
+def test_learn_keeps_the_curves_that_it_has_when_it_is_cut_off(lab, tmp_path):
+    lab.fails = (4, 1, 8)
+    with pytest.raises(RuntimeError, match="no luck"):
+        benchmark.main(LEARN)
+    curves = json.loads((tmp_path / "there" / "learn.json").read_text())["curves"]
+    assert [(c["seed"], c["groups"]) for c in curves] == [(3, 4), (3, 2), (3, 1)]
