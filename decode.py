@@ -1,12 +1,10 @@
-"""Faster decoding in vLLM as Unsloth sets it up: fewer kernels for each 4-bit layer, fewer graphs, and nothing to compile.
+"""Fewer kernels for each 4-bit layer while vLLM decodes. Import it after unsloth.
 
-vLLM and Unsloth have no public place for either. What is replaced here was read in vLLM 0.26.0, bitsandbytes 0.50.2 and
-unsloth_zoo 2026.10.9, and is held by a test. Import it after unsloth.
+vLLM has no public place for this. What is replaced was read in vLLM 0.26.0, bitsandbytes 0.50.2 and unsloth 2026.10.9, and is
+held by a test.
 """
 
-import contextlib
 import functools
-import inspect
 
 import torch
 from bitsandbytes import matmul_4bit
@@ -14,24 +12,16 @@ from bitsandbytes.functional import QuantState, dequantize_blockwise
 from unsloth.kernels.nf4 import dequantize_nf4
 
 
-@torch.library.custom_op("grpo_lab::linear_4bit", mutates_args=())
-def linear_4bit(x: torch.Tensor, weight: torch.Tensor, outputs: int) -> torch.Tensor:
-    """x (tokens, inputs) times a packed weight whose parts `join` has joined: (tokens, outputs)."""
-    return multiply(x, weight)
-
-
 def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """By bitsandbytes; on Hopper, where that mostly unpacks a layer and multiplies then, with Unsloth's faster unpacking."""
+    """x (tokens, inputs) times a packed weight whose parts `join` has joined: (tokens, outputs).
+
+    By bitsandbytes; on Hopper, where that mostly unpacks a layer and multiplies then, with Unsloth's faster unpacking.
+    """
     state = weight.joined
     if not (x.is_cuda and torch.cuda.get_device_capability(x.device)[0] == 9 and state.quant_type == "nf4"):
         return matmul_4bit(x, weight.t(), state)
     dense = dequantize_nf4(weight, state.absmax, None, None, None, state.code, state.blocksize, 256, state.shape, x.dtype)
     return torch.nn.functional.linear(x, dense)
-
-
-@linear_4bit.register_fake
-def _(x, weight, outputs):
-    return x.new_empty(x.shape[0], outputs)
 
 
 def join(parts: list[QuantState]) -> QuantState:
@@ -70,39 +60,13 @@ def join_4bit_layers() -> None:
         for parameter in model.parameters():
             if isinstance(parts := getattr(parameter, "bnb_quant_state", None), dict):
                 parameter.joined = join([parts[i] for i in range(len(parts))])
-                parameter.outputs = parameter.joined.shape[0]
 
     @functools.wraps(apply)
     def apply_joined(self, layer, x, bias=None):
-        if not hasattr(layer.weight, "outputs"):
+        if not hasattr(layer.weight, "joined"):
             return apply(self, layer, x, bias)
-        out = linear_4bit(x.to(layer.weight.joined.dtype), layer.weight, layer.weight.outputs).to(x.dtype)
+        out = multiply(x.to(layer.weight.joined.dtype), layer.weight).to(x.dtype)
         return out if bias is None else out + bias
 
     BitsAndBytesModelLoader._bind_quant_states_to_params = bind_and_join
     BitsAndBytesLinearMethod.apply = apply_joined
-
-
-@contextlib.contextmanager
-def graphs_of(sizes: list[int]):
-    """While vLLM starts: let it capture CUDA graphs for decoding so many sequences, and none of prefill, of uncompiled code.
-
-    By itself it compiles the model (torch.compile) and captures whole graphs and graphs in pieces for dozens of sizes. In a
-    graph, vLLM's own kernels decode as fast as compiled ones (docs/pace.md has the seconds). Unsloth makes vLLM's
-    CompilationConfig itself; what is decided here replaces its choice.
-    """
-    import vllm.config
-
-    made = vllm.config.CompilationConfig
-
-    def narrowed(**options):
-        options["mode"] = vllm.config.CompilationMode.NONE
-        options["cudagraph_mode"] = vllm.config.CUDAGraphMode.FULL_DECODE_ONLY
-        return made(**options | {"cudagraph_capture_sizes": sizes})
-
-    narrowed.__signature__ = inspect.signature(made)  # by which Unsloth finds out what it may set
-    vllm.config.CompilationConfig = narrowed
-    try:
-        yield
-    finally:
-        vllm.config.CompilationConfig = made

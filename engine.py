@@ -52,36 +52,40 @@ def hold_to(limit_gib: float, plan: budget.Plan | None) -> None:
 
 
 def environment(config) -> dict[str, str]:
-    """What Unsloth and torch read from the environment when they are imported, for a run on a GPU; what a user has set stays.
+    """What Unsloth reads from the environment, for a run on a GPU. Set it before unsloth is imported.
 
-    UNSLOTH_BLOCK_COMPILE: Unsloth compiles decoder layers for passes that are not packed. All of these are (scoring.py), but
-    for a first one that checks the packed one, and compiling for that takes 20 seconds. OMP_NUM_THREADS: what is left for the
-    CPU are thousands of small tensors, where a thread for each of 64 cores takes longer than one does.
-    Sleep mode is no choice of the environment: Unsloth takes it from there, and then vLLM's share from the card, unless told
-    to keep the one that it is given.
+    A pass that is not packed runs through decoder layers that Unsloth compiles, 22 seconds of a start. Packed ones do not, and
+    ours are packed (scoring.py), but where Unsloth checks one against its rows, or finds that it does not fit: so
+    UNSLOTH_BLOCK_COMPILE is off, unless it is set. Sleep mode is taken from the environment, and then vLLM's share from the
+    card, unless Unsloth is told to keep the one that it is given.
     """
-    own = {"UNSLOTH_BLOCK_COMPILE": "0", "OMP_NUM_THREADS": "1"}
-    found = {name: os.environ.get(name, value) for name, value in own.items()}
+    found = {"UNSLOTH_BLOCK_COMPILE": os.environ.get("UNSLOTH_BLOCK_COMPILE", "0")}
     if config.vllm_enable_sleep_mode:
         allocator = "expandable_segments:False"  # which vLLM's allocator cannot work beside
         found |= {"UNSLOTH_VLLM_STANDBY": "1", "UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE": "1", "PYTORCH_ALLOC_CONF": allocator}
     return found
 
 
-@contextlib.contextmanager
-def set_up(config, shape: shapes.Shape | None, plan: budget.Plan | None, gpu: Gpu):
-    """While vLLM loads, what is changed in it for this run; gives the arguments that have Unsloth load it."""
+def use_one_thread() -> None:
+    """On a GPU, let torch's own CPU work take one thread, as vLLM does in its processes, unless OMP_NUM_THREADS says more.
+
+    What is left for the CPU is thousands of small tensors, which dozens of threads take longer for than one.
+    """
     import torch
 
-    arguments = vllm_arguments(config, shape, plan, gpu, free_gib=torch.cuda.mem_get_info()[0] / GIB)
-    if not config.lean_decode:
-        yield arguments
-        return
-    import decode
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
 
-    decode.join_4bit_layers()
-    with decode.graphs_of(budget.graph_sizes(config)):
-        yield arguments
+
+def set_up(config, shape: shapes.Shape | None, plan: budget.Plan | None, gpu: Gpu) -> dict:
+    """Change in vLLM what has no argument; returns the arguments that have Unsloth load the model with it."""
+    import torch
+
+    if config.lean_decode:
+        import decode
+
+        decode.join_4bit_layers()
+    return vllm_arguments(config, shape, plan, gpu, free_gib=torch.cuda.mem_get_info()[0] / GIB)
 
 
 def vllm_arguments(config, shape: shapes.Shape | None, plan: budget.Plan | None, gpu: Gpu, free_gib: float) -> dict:
@@ -98,8 +102,22 @@ def vllm_arguments(config, shape: shapes.Shape | None, plan: budget.Plan | None,
         "max_num_seqs": budget.seats(config),
         "max_num_batched_tokens": max(budget.PREFILL_TOKENS, budget.seats(config)),
         "float8_kv_cache": config.kv_cache_dtype == "fp8",
+        **({"compilation_config": graphs_alone(budget.graph_sizes(config))} if config.lean_decode else {}),
         **(quantized_on_loading() if config.load_in == "fp8" and not (shape and shape.quantized) else {}),
     }
+
+
+def graphs_alone(sizes: list[int]):
+    """A vLLM that compiles nothing, and captures CUDA graphs for decoding so many sequences, none of prefill.
+
+    Unsloth has it compile the model, and capture whole graphs and graphs in pieces for dozens of sizes. In a graph, vLLM's own
+    kernels decode 64 sequences in 4-bit as fast as compiled ones (docs/pace.md).
+    """
+    from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+
+    return CompilationConfig(
+        mode=CompilationMode.NONE, cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY, cudagraph_capture_sizes=sizes
+    )
 
 
 def quantized_on_loading() -> dict:
@@ -118,7 +136,7 @@ def quantized_on_loading() -> dict:
 
 @contextlib.contextmanager
 def bounded_start(console, run, seconds: float):
-    """Loading the model with vLLM, 190 s from cold caches on an H200: after `seconds`, the run is closed as FAILED and ends."""
+    """While the model loads with vLLM: after so many seconds the run is closed as FAILED, and ends."""
 
     def give_up():
         text = f"vLLM has not started within {seconds:g} s (--vllm-start-timeout); try again, or --no-fast-inference"

@@ -396,6 +396,8 @@ def engine_figures(engine) -> dict:
         "kv_cache_tokens": config.cache_config.num_gpu_blocks * config.cache_config.block_size,
         "max_num_seqs": config.scheduler_config.max_num_seqs,
         "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+        "compilation_mode": config.compilation_config.mode.name,
+        "cudagraph_mode": config.compilation_config.cudagraph_mode.name,
     }
 
 

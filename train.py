@@ -105,8 +105,8 @@ class Config:
     vllm_enable_sleep_mode: bool = False
     """vLLM gives its KV cache back while nothing is generated, so that a training pass can have the memory."""
     lean_decode: bool = True
-    """Set vLLM up for this run alone (decode.py): each 4-bit layer as one matrix with plain scales, graphs for the batches
-    that occur. Off: as Unsloth does."""
+    """Set vLLM up for this run alone: each 4-bit layer as one matrix with plain scales (decode.py), graphs for the batches
+    that occur, nothing compiled. Off: as Unsloth does."""
     gpu_memory_utilization: float | None = None
     """vLLM's share of the card (of --vram-limit-gib, where given) instead of the one that follows from kv_cache_gib."""
     vllm_start_timeout: float = 600
@@ -419,16 +419,18 @@ def load_model(config: Config, gpu, name: str, shape, plan):
     import torch
     from unsloth import FastLanguageModel
 
+    if gpu:
+        engine.use_one_thread()
     if gpu and config.vram_limit_gib:
         engine.hold_to(config.vram_limit_gib, plan)
-    with engine.set_up(config, shape, plan, gpu) if config.fast_inference else contextlib.nullcontext({}) as vllm:
-        model, tokenizer = FastLanguageModel.from_pretrained(
-            model_name=name,
-            max_seq_length=config.max_seq_length,
-            load_in_4bit=config.load_in == "4bit",
-            dtype=torch.bfloat16 if gpu else torch.float32,
-            **vllm,
-        )
+    vllm = engine.set_up(config, shape, plan, gpu) if config.fast_inference else {}
+    model, tokenizer = FastLanguageModel.from_pretrained(
+        model_name=name,
+        max_seq_length=config.max_seq_length,
+        load_in_4bit=config.load_in == "4bit",
+        dtype=torch.bfloat16 if gpu else torch.float32,
+        **vllm,
+    )
     if vllm:
         engine.check(model.vllm_engine, config)
     return model, tokenizer

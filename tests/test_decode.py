@@ -4,7 +4,6 @@ import ast
 import dataclasses
 import importlib
 import importlib.metadata
-import inspect
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -65,11 +64,7 @@ def test_one_product_is_that_of_all_parts(decode, layer):
     wide = torch.cat(layer.unpacked())
     layer.weight.joined = decode.join(layer.parts)
     x = torch.randn(5, WIDTH)
-    out = decode.linear_4bit(x, layer.weight, sum(HEIGHTS))
-    torch.testing.assert_close(out, x @ wide.T)
-    # as torch.compile sees it: the shape alone
-    meta = decode.linear_4bit(x.to("meta"), layer.weight.to("meta"), sum(HEIGHTS))
-    assert (meta.shape, meta.dtype) == (out.shape, out.dtype)
+    torch.testing.assert_close(decode.multiply(x, layer.weight), x @ wide.T)
 
 
 def test_scales_that_two_share_are_measured_once(decode, layer, monkeypatch):
@@ -100,21 +95,13 @@ def vllm(monkeypatch):
         def apply(self, layer, x, bias=None):
             return "as vLLM does it"
 
-    @dataclasses.dataclass
-    class CompilationConfig:
-        level: int = 0
-        cudagraph_mode: str = "by itself"
-        cudagraph_capture_sizes: list | None = None
-        mode: str = "compiled"
-
-    modes = SimpleNamespace(FULL_DECODE_ONLY="whole", FULL_AND_PIECEWISE="whole and in pieces")
     names = {
         "vllm.model_executor.layers.quantization.bitsandbytes": {"BitsAndBytesLinearMethod": BitsAndBytesLinearMethod},
         "vllm.model_executor.model_loader.bitsandbytes_loader": {"BitsAndBytesModelLoader": BitsAndBytesModelLoader},
         "vllm.config": {
-            "CompilationConfig": CompilationConfig,
-            "CUDAGraphMode": modes,
-            "CompilationMode": SimpleNamespace(NONE="as it is"),
+            "CompilationConfig": lambda **options: options,
+            "CompilationMode": SimpleNamespace(NONE="none"),
+            "CUDAGraphMode": SimpleNamespace(FULL_DECODE_ONLY="whole"),
         },
     }
     modules = {}
@@ -129,7 +116,7 @@ def vllm(monkeypatch):
                 setattr(above, part, module)
             above = module
         vars(above).update(content)
-    return SimpleNamespace(loader=BitsAndBytesModelLoader, linear=BitsAndBytesLinearMethod, config=modules["vllm.config"])
+    return SimpleNamespace(loader=BitsAndBytesModelLoader, linear=BitsAndBytesLinearMethod)
 
 
 def test_layers_are_joined_as_they_are_loaded_and_others_are_left(decode, layer, vllm):
@@ -140,40 +127,20 @@ def test_layers_are_joined_as_they_are_loaded_and_others_are_left(decode, layer,
     model.weight, model.norm = layer.weight, torch.nn.Parameter(torch.ones(3))
     decode.join_4bit_layers()
     vllm.loader()._bind_quant_states_to_params(model, {"weight": dict(enumerate(layer.parts))})
-    assert model.weight.outputs == sum(HEIGHTS) and not hasattr(model.norm, "outputs")
+    assert model.weight.joined.shape == (sum(HEIGHTS), WIDTH) and not hasattr(model.norm, "joined")
     x, bias = torch.randn(2, WIDTH), torch.randn(sum(HEIGHTS))
     torch.testing.assert_close(vllm.linear().apply(model, x), x @ wide.T)
     torch.testing.assert_close(vllm.linear().apply(model, x, bias), x @ wide.T + bias)
     assert vllm.linear().apply(SimpleNamespace(weight=model.norm), x) == "as vLLM does it"
 
 
-def unsloths_choice():
-    """A CompilationConfig as unsloth_zoo makes it: with the options that the class's signature has."""
-    from vllm.config import CompilationConfig, CUDAGraphMode
-
-    flags = {"level": 3, "full_cuda_graph": True}
-    if "cudagraph_mode" in inspect.signature(CompilationConfig).parameters:
-        flags["cudagraph_mode"] = CUDAGraphMode.FULL_AND_PIECEWISE
-    known = inspect.signature(CompilationConfig).parameters
-    return CompilationConfig(**{name: value for name, value in flags.items() if name in known})
-
-
-def test_graphs_are_narrowed_while_vllm_starts(decode, vllm):
-    made = vllm.config.CompilationConfig
-    with decode.graphs_of([1, 2, 4, 8, 16]):
-        assert unsloths_choice() == made(3, "whole", [1, 2, 4, 8, 16], "as it is")
-        assert isinstance(unsloths_choice(), made)
-    assert vllm.config.CompilationConfig is made and unsloths_choice() == made(3, "whole and in pieces", None)
-    with pytest.raises(ValueError, match="vLLM does not start"), decode.graphs_of([1]):
-        raise ValueError("vLLM does not start")
-    assert vllm.config.CompilationConfig is made
-
-
 def test_vllms_own_class_has_what_is_set():
     file = importlib.metadata.distribution("vllm").locate_file("vllm/config/compilation.py")
-    (found,) = [node for node in ast.parse(Path(file).read_text()).body if getattr(node, "name", "") == "CompilationConfig"]
-    fields = {node.target.id for node in found.body if isinstance(node, ast.AnnAssign)}
+    classes = {node.name: node for node in ast.parse(Path(file).read_text()).body if isinstance(node, ast.ClassDef)}
+    fields = {node.target.id for node in classes["CompilationConfig"].body if isinstance(node, ast.AnnAssign)}
     assert {"mode", "cudagraph_mode", "cudagraph_capture_sizes"} <= fields
+    for name, value in (("CompilationMode", "NONE = 0"), ("CUDAGraphMode", "FULL_DECODE_ONLY = (FULL, NONE)")):
+        assert value in map(ast.unparse, classes[name].body)
 
 
 @pytest.mark.parametrize("lean", [True, False])
@@ -182,26 +149,38 @@ def test_vllm_is_set_up_for_the_run_alone_where_that_is_asked_for(decode, vllm, 
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (14 * 2**30, 16 * 2**30))
     config = dataclasses.replace(PRESETS["qwen3-4b"], lean_decode=lean, gpu_memory_utilization=0.5)
-    apply, made = vllm.linear.apply, vllm.config.CompilationConfig
-    with engine.set_up(config, None, None, SimpleNamespace(total_gib=16.0)) as arguments:
-        choice = unsloths_choice()
-    assert choice == (made(3, "whole", [1, 2, 4, 8, 16, 32, 64], "as it is") if lean else made(3, "whole and in pieces", None))
-    assert (vllm.linear.apply is apply) is not lean and vllm.config.CompilationConfig is made
+    apply = vllm.linear.apply
+    arguments = engine.set_up(config, None, None, SimpleNamespace(total_gib=16.0))
+    graphs = {"mode": "none", "cudagraph_mode": "whole", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
+    assert arguments.get("compilation_config") == (graphs if lean else None)
+    assert (vllm.linear.apply is apply) is not lean
     assert arguments["gpu_memory_utilization"] == pytest.approx(8 / 14)
     assert (arguments["max_num_seqs"], arguments["max_num_batched_tokens"]) == (64, 2048)
 
 
 def test_unsloth_is_told_by_the_environment_and_a_users_own_stays(monkeypatch):
     monkeypatch.delenv("UNSLOTH_BLOCK_COMPILE", raising=False)
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    own = {"UNSLOTH_BLOCK_COMPILE": "0", "OMP_NUM_THREADS": "3"}
-    assert engine.environment(PRESETS["qwen3-4b"]) == own
+    assert engine.environment(PRESETS["qwen3-4b"]) == {"UNSLOTH_BLOCK_COMPILE": "0"}
+    monkeypatch.setenv("UNSLOTH_BLOCK_COMPILE", "1")
     config = dataclasses.replace(PRESETS["qwen3-4b"], vllm_enable_sleep_mode=True)
-    assert engine.environment(config) == own | {
+    assert engine.environment(config) == {
+        "UNSLOTH_BLOCK_COMPILE": "1",
         "UNSLOTH_VLLM_STANDBY": "1",
         "UNSLOTH_VLLM_STANDBY_UTIL_OVERRIDE": "1",
         "PYTORCH_ALLOC_CONF": "expandable_segments:False",  # with them, Unsloth refuses to sleep
     }
+
+
+def test_torch_takes_one_thread_unless_a_user_says_how_many(monkeypatch):
+    import torch
+
+    taken = []
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    engine.use_one_thread()
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    engine.use_one_thread()
+    assert taken == [1]
 
 
 # scoring

@@ -71,6 +71,7 @@ def test_vllm_samples_from_the_updated_adapter(tmp_path):
     assert metrics["vram/kv_cache_gib"] == pytest.approx(1.0, rel=0.08)
     assert 0 < metrics["roofline_share"] < 1 and metrics["seconds/generation"] > 0
     assert int(params["vllm.kv_cache_tokens"]) > 8 * 148 and params["vllm.max_num_seqs"] == "16"
+    assert (params["vllm.compilation_mode"], params["vllm.cudagraph_mode"]) == ("NONE", "FULL_DECODE_ONLY")
     assert run.info.status == "FINISHED"
 
 

@@ -49,13 +49,11 @@ BITSANDBYTES_LAYER = "model_executor/layers/quantization/bitsandbytes.py"
         ("vllm", BITSANDBYTES_LOADER, 'set_weight_attrs(param, {"bnb_quant_state": quant_states})'),  # decode.py
         ("vllm", BITSANDBYTES_LOADER, "for seq, quant_state in quant_states.items():"),
         ("vllm", BITSANDBYTES_LAYER, "x, weight[offsets[i] : offsets[i + 1]].t(), quant_states[i]"),
-        ("unsloth_zoo", "vllm_utils.py", "from vllm.config import CompilationConfig\n"),  # decode.py, graphs_of
-        ("unsloth_zoo", "vllm_utils.py", "good_keys = inspect.signature(CompilationConfig).parameters.keys()"),
-        ("unsloth_zoo", "vllm_utils.py", "compilation_config = CompilationConfig(**compile_flags)"),
-        ("vllm", "config/compilation.py", "\n    cudagraph_capture_sizes: list[int]"),
-        ("vllm", "config/compilation.py", "\n    cudagraph_specialize_lora: bool = True"),
-        ("vllm", "config/compilation.py", "\n    FULL_DECODE_ONLY = (FULL, NONE)"),
-        ("vllm", "config/compilation.py", "class CompilationMode(enum.IntEnum):"),
+        ("unsloth", "models/loader.py", '\n    "compilation_config",\n'),  # engine.py, graphs_alone
+        ("unsloth_zoo", "vllm_utils.py", "        if compilation_config == 3:\n"),
+        ("vllm", "config/vllm.py", "self.compilation_config.cudagraph_mode.requires_piecewise_compilation()\n            and "
+         "self.compilation_config.mode != CompilationMode.VLLM_COMPILE\n"),
+        ("vllm", "config/compilation.py", "\n    cudagraph_specialize_lora: bool = True"),  # budget.py, graph_count
         ("unsloth", "models/_block_compile.py", 'os.environ.get("UNSLOTH_BLOCK_COMPILE", "1") != "0"'),  # engine.py
         ("unsloth", "models/_block_compile.py", '(unsloth_forward and kwargs.get("packed_seq_lengths") is not None)'),
         ("unsloth_zoo", "vllm_utils.py", 'unsloth_vllm_standby or (os.getenv("UNSLOTH_VLLM_STANDBY", "0")'),  # engine.py
