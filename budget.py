@@ -331,7 +331,8 @@ def nearest(config, shape: Shape, usable_gib: float, card_gib: float | None = No
                 "steps_per_generation": passes and passes * n} for n in range(2, batch + 1) if batch % n == 0]  # fmt: skip
     changes += [change for change in smaller if fits(change)][:1]
     if passes:
-        fewer = largest_that(lambda n: fits(rollout_of(config, n * steps)), 1, passes // steps - 1)
+        most = min(passes // steps - 1, config.max_steps // config.num_iterations)
+        fewer = largest_that(lambda n: fits(rollout_of(config, n * steps)), 1, most)
         changes += [rollout_of(config, fewer * steps)] if fewer else []
     length = largest_that(lambda n: fits({"max_completion_length": n}), 1, config.max_completion_length - 1)
     changes += [{"max_completion_length": length}] if length else []
@@ -361,10 +362,10 @@ def nearest_cache(config, shape: Shape, usable_gib: float, card_gib: float | Non
 
 
 def room_for(config, shape: Shape, usable_gib: float, card_gib: float | None = None) -> list[dict]:
-    """What the room that is left buys, each by itself: the largest group, completion length and rollout that work (the
-    latter without answers at the end of the run that no step takes).
+    """What the room that is left buys, each by itself: the largest group, completion length and rollout that work.
 
-    With a larger cache where the present one lets all completions of a rollout decode at once, and would not any more.
+    With a larger cache where the present one lets all completions of a rollout decode at once, and would not any more. A
+    longer rollout is one that does, since only that is faster, and whose answers the run uses up.
     """
 
     kv_bytes = shape.kv_bytes(config.kv_cache_dtype)
@@ -372,10 +373,12 @@ def room_for(config, shape: Shape, usable_gib: float, card_gib: float | None = N
     def cache_for_all(config) -> float:
         return math.ceil(100 * config.rollout_batch * config.max_seq_length * kv_bytes / GIB) / 100
 
-    grows = config.fast_inference and not config.gpu_memory_utilization and cache_for_all(config) <= config.kv_cache_gib
+    can_grow = config.fast_inference and not config.gpu_memory_utilization
+    at_once = can_grow and cache_for_all(config) <= config.kv_cache_gib
 
     def with_cache(change: dict) -> dict:
         needed = cache_for_all(dataclasses.replace(config, **change))
+        grows = at_once or can_grow and [*change] == ["steps_per_generation"]
         return {**change, "kv_cache_gib": needed} if grows and needed > config.kv_cache_gib else change
 
     def largest(change_of, values) -> list[dict]:

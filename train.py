@@ -256,9 +256,8 @@ def main(arguments: list[str] | None = None) -> None:
     print(f"preset {config.preset}: {seen}; {other}", flush=True)
     checks.check_config(config)
     if unused := -config.max_steps % config.steps_per_rollout:
-        print(
-            f"{unused} steps' answers of the last rollout will not be used; --max-steps {config.max_steps + unused} uses them"
-        )
+        more = config.max_steps + unused
+        print(f"--max-steps {config.max_steps} ends within a rollout, so the run cannot be lengthened later; {more} uses it up")
     checks.check_machine(config, gpu)
     checks.check_output_dir(Path(config.output_dir))
     models.check_model(config.model, config.load_in)

@@ -514,7 +514,7 @@ def test_what_the_headroom_buys_can_be_had_with_the_flags_that_say_so(arguments)
     text, it_fits = budget.answer(read_config(words), QWEN3_4B, card)
     (line,) = [line for line in text.splitlines() if line.startswith("fits. The headroom buys, one at a time: ")]
     buys = line.partition(" time: ")[2].split("; ")
-    assert it_fits and len(buys) == 3
+    assert it_fits and 2 <= len(buys) <= 3  # a longer rollout may not decode at once in what is left
     for flags in buys:
         config = read_config(words + re.sub(r" \(now [^)]*\)", "", flags).split())
         check_config(config)
@@ -554,7 +554,8 @@ def test_room_is_used_up_to_the_last_completion(config, name, usable, card):
         if knob == "num_generations":
             changed = with_values(changed, per_device_train_batch_size=value * problems)
         cache = cache_for(changed)
-        grows = cache_for(config) <= config.kv_cache_gib  # one in which a rollout waits for seats may stay as it is
+        # one in which a rollout waits for seats may stay as it is, but not for a longer rollout
+        grows = cache_for(config) <= config.kv_cache_gib or knob == "steps_per_generation"
         if config.fast_inference and not config.gpu_memory_utilization and grows:
             changed = with_values(changed, kv_cache_gib=max(config.kv_cache_gib, cache))
         return budget.works(changed, shape, usable, card), changed
@@ -915,12 +916,16 @@ def test_suggestions_keep_rollouts_of_whole_steps(preset, card):
 
 def test_a_rollout_that_is_too_large_is_what_is_named():
     """With 512 groups it is vLLM's sampler; without vLLM, 64 answers in an evaluation would hide what a smaller one gains."""
-    config = with_values(EIGHT, steps_per_generation=512)
+    config = with_values(EIGHT, steps_per_generation=512, max_steps=1024)
     (change,) = [c for c in budget.nearest(config, QWEN3_4B, 15.46, 15.46) if "steps_per_generation" in c]
     assert 8 <= change["steps_per_generation"] < 512
     larger = {"steps_per_generation": change["steps_per_generation"] + 1}
     assert budget.works(with_values(config, **change), QWEN3_4B, 15.46)
     assert not budget.works(with_values(config, **larger), QWEN3_4B, 15.46)
+    (of_short_run,) = [
+        c for c in budget.nearest(with_values(config, max_steps=104), QWEN3_4B, 15.46, 15.46) if "steps_per_generation" in c
+    ]
+    assert of_short_run["steps_per_generation"] == 104 < change["steps_per_generation"]
     without = with_values(EIGHT, fast_inference=False)
     (change,) = [c for c in budget.nearest(without, QWEN3_4B, 15.57, 15.57) if "steps_per_generation" in c]
     assert change["eval_problems"] == 8 * change["steps_per_generation"] < 64
