@@ -6,10 +6,12 @@
 
 compare starts train.py anew for each set of flags, one after the other, as often as --starts says, and reports the last start:
 by then compiled kernels are on disk. scale and learn load one model and run TRL's trainer on it again and again, each time
-with a new adapter. Flags after the command, or after --, are train.py's. Figures land in OUT (benchmarks/), also as JSON.
+with a new adapter. Flags after the command, or after --, are train.py's. Figures land as they come in OUT, by itself a new
+folder in benchmarks/: COMMAND.json, pictures, and what the libraries say in benchmark.log. Stopped, it shows what it has.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -22,22 +24,28 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
 from pathlib import Path
 
 import cards
 import checks
 import command_line
 import engine
+import models
 import pictures
 import roofline
 import train
+from console import Console
 from data import build_dataset, drop_long_prompts, in_order
 from gpu import find_gpu
 from record import git_commit
 from trainer import grpo_arguments, make_ready, trainer_class
 
-OWN = ("--max-steps", "--save-steps", "--eval-problems", "--sample-steps", "--output-dir")  # of compare's runs
+OWN = {  # flags of train.py that a command sets itself
+    "compare": "--max-steps --save-steps --eval-problems --sample-steps --output-dir --resume-from-checkpoint",
+    "scale": "--num-generations --per-device-train-batch-size --gradient-accumulation-steps --max-completion-length "
+    "--steps-per-generation --max-steps --train-problems --resume-from-checkpoint",
+    "learn": "--steps-per-generation --resume-from-checkpoint",
+}
 # Student's t for the mean of so many, 95 %
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
 
@@ -47,7 +55,7 @@ def main(arguments: list[str]) -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("compare", "scale", "learn"):
         command = commands.add_parser(name, allow_abbrev=False)
-        command.add_argument("--out", default="benchmarks", help="folder for tables, pictures and JSON")
+        command.add_argument("--out", help="folder for figures and pictures; by itself a new one in benchmarks/")
         if name == "compare":
             command.add_argument("runs", nargs="+", metavar="FLAGS", help="a run's flags, as one argument with a space")
             command.add_argument("--starts", type=int, default=2, help="starts of each; the last one counts")
@@ -68,6 +76,9 @@ def main(arguments: list[str]) -> None:
             "after --"
         )
     options.flags = flags + arguments[len(own) + 1 :]
+    words = options.flags + [word for run in getattr(options, "runs", []) for word in run.split()]
+    if own := [word for word in words if word.partition("=")[0].replace("_", "-") in OWN[options.command].split()]:
+        raise checks.Refused(f"{own[0]}: {options.command} sets it itself; {options.command} --help lists what can be said")
     for name, least in (("starts", 1), ("rollouts", 1), ("least", 1), ("seeds", 2), ("rollout", 2), ("points", 1)):
         given = getattr(options, name, least)
         if (smallest := min(given) if isinstance(given, list) else given) < least:
@@ -77,12 +88,41 @@ def main(arguments: list[str]) -> None:
     gpu = find_gpu()[0]
     options.line = f"uv run python benchmark.py {shlex.join(arguments)}"
     print(f"$ {options.line}\n{machine(gpu)}", flush=True)
-    try:
-        Path(options.out).mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=options.out).close()
-    except OSError as error:
-        raise checks.Refused(f"--out {options.out}: {error.strerror}; give a folder that can be written") from None
     {"compare": compare, "scale": scale, "learn": learn}[options.command](options, gpu)
+
+
+def open_out(options) -> Path:
+    """The folder for what a command finds; one that holds such figures already is refused, so that none are lost."""
+    out = Path(options.out or f"benchmarks/{options.command}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        raise checks.Refused(f"--out {out}: {error.strerror}; give a folder that can be written") from None
+    if (out / f"{options.command}.json").exists():
+        raise checks.Refused(f"--out {out}: holds the {options.command}.json of an earlier run; give another folder")
+    return out
+
+
+def keep(options, gpu, out: Path, found: dict, say=print) -> None:
+    """What was measured so far, as JSON: a benchmark of many minutes that is cut off leaves what it has."""
+    how = {"command": options.line, "commit": git_commit(train.PROJECT), "machine": machine(gpu)}
+    path = out / f"{options.command}.json"
+    aside = path.with_suffix(".part")
+    try:
+        aside.write_text(json.dumps({**how, **found}, indent=1))
+        os.replace(aside, path)
+    except OSError as error:  # the figures are on the screen too
+        say(f"{path} not written: {error.strerror}")
+        with contextlib.suppress(OSError):
+            aside.unlink()
+
+
+def draw(figure, path: Path, say) -> None:
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        say(f"{path} not written: {error.strerror}")
 
 
 def machine(gpu) -> str:
@@ -102,48 +142,68 @@ def table(columns: list[str], rows: list[list]) -> str:
 
 def compare(options, gpu) -> None:
     """Start each set of flags, and print what the last start of each took, with ratios to the first set."""
-    found, configs = [], []
+    runs, found = [], []
     for flags in options.runs:
         try:
             words = shlex.split(flags)
         except ValueError as error:
             raise checks.Refused(f"compare {flags}: {error}") from None
-        if own := [word for word in words if word.partition("=")[0].replace("_", "-") in OWN]:
-            raise checks.Refused(
-                f"compare {flags}: {own[0]} is compare's own to set; --rollouts and --least say how many steps"
-            )
-        configs.append(command_line.parse(train.Config, train.PRESETS, [*options.flags, *words], gpu))
-        checks.check_config(configs[-1])
-    for flags, config in zip(options.runs, configs):
+        config = command_line.parse(train.Config, train.PRESETS, [*options.flags, *words], gpu)
+        checks.check_config(config)
         each = config.steps_per_rollout
         skipped = math.ceil(3 / each) * each  # compiling and warming up: the chapter's first three steps
         steps = skipped + max(options.rollouts * each, math.ceil(options.least / each) * each)
-        for _ in range(options.starts):
-            found.append((flags, start(options, flags, steps, skipped, each)))
-            print(f"{flags}: {json.dumps(found[-1][1])}", flush=True)
-            keep(options, gpu, {"starts": [{"run": flags, **figures} for flags, figures in found]})
-    last = [figures for _, figures in found[options.starts - 1 :: options.starts]]
-    rows = [[name, *(shown(figures.get(name)) for figures in last), ratio(last[0], last[-1], name)] for name in last[0]]
-    print(table(["", *(f"`{flags}`" for flags in options.runs), "first / last"], rows))
+        config = dataclasses.replace(config, max_steps=steps, save_steps=steps, eval_problems=0, sample_steps=0)
+        checks.check_config(config)
+        checks.check_machine(config, gpu)
+        models.check_model(config.model, config.load_in)
+        checks.load_task(config.task)
+        if gpu:
+            engine.memory_plan(config, gpu, config.model, gpu.free_gib())
+        runs.append((flags, words, config, skipped))
+    out = open_out(options)
+    try:
+        for flags, words, config, skipped in runs:
+            for i in range(options.starts):
+                print(f"{flags}: start {i + 1} of {options.starts}, {config.max_steps} steps", flush=True)
+                found.append({"run": flags, **start(flags, [*options.flags, *words], config, skipped)})
+                print(f"{flags}: {json.dumps(found[-1])}", flush=True)
+                keep(options, gpu, out, {"starts": found})
+    finally:
+        if last := {figures["run"]: figures for figures in found}:
+            first, *_, latest = [*last.values()] * 2
+            rows = [[name, *(shown(figures.get(name)) for figures in last.values()), ratio(first, latest, name)]
+                    for name in first if name != "run"]  # fmt: skip
+            print(table(["", *(f"`{flags}`" for flags in last), "first / last"], rows))
+            print(f"figures: {out / 'compare.json'}", flush=True)
 
 
-def start(options, flags: str, steps: int, skipped: int, each: int) -> dict[str, float]:
-    """One run of train.py without evaluations, in a folder that goes away; what it took."""
+def start(flags: str, words: list[str], config, skipped: int) -> dict[str, float]:
+    """One run of train.py without evaluations, in a folder that goes away, with its record; what it took."""
     with tempfile.TemporaryDirectory() as folder:
+        store, steps = store_in(folder, config.experiment), config.max_steps
         sizes = f"--max-steps {steps} --save-steps {steps} --eval-problems 0 --sample-steps 0 --output-dir {folder}"
-        command = [sys.executable, str(train.PROJECT / "train.py"), *options.flags, *shlex.split(flags), *sizes.split()]
-        environment = {**os.environ, "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db"}
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-        print(done.stdout[-3000:], flush=True)
+        command = [sys.executable, str(train.PROJECT / "train.py"), *words, *sizes.split()]
+        done = subprocess.run(command, env={**os.environ, "MLFLOW_TRACKING_URI": store})
         if done.returncode:
-            raise checks.Refused(f"train.py {flags}: exit code {done.returncode}; its last words are above")
+            print(f"benchmark.py: train.py {flags}: exit code {done.returncode}; its last words are above", file=sys.stderr)
+            sys.exit(1)
         journal = next(Path(folder).glob("*/record.jsonl"))
         items = [json.loads(line) for line in journal.read_text().splitlines()]
     metrics = {}
     for item in items:
         if item.get("kind") == "metrics":
             metrics.setdefault(item["step"], {}).update(item["values"])
-    return figures_of(metrics, steps, skipped, each)
+    return figures_of(metrics, steps, skipped, config.steps_per_rollout)
+
+
+def store_in(folder: str, experiment: str) -> str:
+    """An MLflow store with an experiment whose artifacts lie in the folder too, and not in ./mlruns."""
+    from mlflow.tracking import MlflowClient
+
+    store = f"sqlite:///{folder}/mlflow.db"
+    MlflowClient(store).create_experiment(experiment, artifact_location=Path(folder, "artifacts").as_uri())
+    return store
 
 
 def figures_of(metrics: dict[int, dict], steps: int, skipped: int, each: int) -> dict[str, float]:
@@ -186,8 +246,8 @@ def ratio(first: dict, last: dict, name: str) -> str:
 class Lab:
     """A model that is loaded once, with vLLM where there is a GPU, and trained again and again from a new adapter."""
 
-    def __init__(self, config, gpu):
-        self.gpu = gpu
+    def __init__(self, config, gpu, say):
+        self.gpu, self.say = gpu, say
         checks.check_config(config)
         checks.check_machine(config, gpu)
         self.task = checks.load_task(config.task)
@@ -196,8 +256,6 @@ class Lab:
             os.environ.update(engine.environment(config))
         os.environ.update({**train.ENVIRONMENT, **os.environ})
         import unsloth  # noqa: F401, isort: skip
-
-        import models
 
         name = models.resolve_model(config.model, config.load_in, gpu)
         self.shape, plan = engine.memory_plan(config, gpu, name, gpu.free_gib()) if gpu else (None, None)
@@ -217,7 +275,7 @@ class Lab:
         for module in self.model.modules():
             if hasattr(module, "reset_lora_parameters"):
                 module.reset_lora_parameters("default", init_lora_weights=True)
-        phases, history, parts = Phases(self.gpu is not None, print), [], {}
+        phases, history, parts = Phases(self.gpu is not None, self.say), [], {}
 
         class Clock(TrainerCallback):
             def on_step_begin(self, args, state, control, **kwargs):
@@ -239,8 +297,7 @@ class Lab:
 
         problems = build_dataset(self.task, config, train.PRESETS[config.preset], config.train_problems, "train")
         checks.check_rewards(self.task, config.task, problems)
-        screen = types.SimpleNamespace(say=print)
-        problems = drop_long_prompts(problems, self.tokenizer, config, "training", config.prompts_per_rollout, screen)
+        problems = drop_long_prompts(problems, self.tokenizer, config, "training", config.prompts_per_rollout, self)
         with tempfile.TemporaryDirectory() as folder:
             arguments = grpo_arguments(config, Path(folder), on_gpu=self.gpu is not None)
             trainer = trainer_class(self.gpu)(
@@ -302,78 +359,107 @@ def scale(options, gpu) -> None:
     most = max(c.rollout_batch for c in configs)
     seats = dataclasses.replace(base, max_completion_length=longest.max_completion_length, num_generations=8,
                                 per_device_train_batch_size=8, steps_per_generation=math.ceil(most / 8))  # fmt: skip
-    lab = Lab(seats, gpu)
-    rows = []
+    out, rows = open_out(options), []
     card = cards.Card(gpu.name, gpu.total_gib, gpu.bandwidth_gbps, 989 if "H200" in gpu.name else None)
-    for point, config in zip(points, configs):
-        logs = lab.run(config)
-        rollouts, later = [logs[0], logs[point["R"]]], logs[1:]
-        parts = {
-            "generation": min(log["seconds/generation"] + log["seconds/rewards"] for log in rollouts) / point["R"],
-            "log_probs": rollouts[-1]["seconds/log_probs"] / point["R"],
-            "forward_backward": statistics.median(log["seconds/forward_backward"] for log in later),
-            "rest": statistics.median(log["seconds/optimizer"] + log["seconds/rest"] for log in later),
-        }
-        decoding, training = roofline.step_floor(config, lab.shape, card, 10**9)
-        seconds, length = sum(parts.values()), statistics.mean(log["completions/mean_length"] for log in rollouts)
-        rows.append({**point, **parts, "seconds": seconds, "length": length, "roofline_decoding": decoding,
-                     "roofline_training": training, "tokens_per_second": point["G"] * length / seconds})  # fmt: skip
-        print({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}, flush=True)
-        keep(options, gpu, {"rows": rows})
-    columns = ["G", "C", "R", "seconds", "generation", "log_probs", "forward_backward", "rest", "tokens_per_second",
-               "roofline_decoding", "roofline_training"]  # fmt: skip
-    print(table(columns, [[shown(row[name]) for name in columns] for row in rows]))
-    pictures.scale({"rows": rows}).savefig(Path(options.out) / "scale.png")
+    with Console(out / "benchmark.log") as console:
+        try:
+            console.say(f"loading {base.model}; the libraries talk to {out / 'benchmark.log'}")
+            lab = Lab(seats, gpu, console.say)
+            for point, config in zip(points, configs):
+                rows.append({**point, **seconds_at(point, config, lab, card)})
+                console.say(str({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}))
+                keep(options, gpu, out, {"rows": rows}, console.say)
+        finally:
+            if rows:
+                columns = ["G", "C", "R", "seconds", "generation", "log_probs", "forward_backward", "rest", "tokens_per_second",
+                           "roofline_decoding", "roofline_training"]  # fmt: skip
+                console.say(table(columns, [[shown(row[name]) for name in columns] for row in rows]))
+                draw(pictures.scale({"rows": rows}), out / "scale.png", console.say)
+                console.say(f"figures: {out / 'scale.json'}, {out / 'scale.png'}")
+
+
+def seconds_at(point: dict, config, lab: Lab, card) -> dict[str, float]:
+    """One point's seconds of a step by part, the mean length of its answers, and its floor."""
+    logs = lab.run(config)
+    rollouts, later = [logs[0], logs[point["R"]]], logs[1:]
+    parts = {
+        "generation": min(log["seconds/generation"] + log["seconds/rewards"] for log in rollouts) / point["R"],
+        "log_probs": rollouts[-1]["seconds/log_probs"] / point["R"],
+        "forward_backward": statistics.median(log["seconds/forward_backward"] for log in later),
+        "rest": statistics.median(log["seconds/optimizer"] + log["seconds/rest"] for log in later),
+    }
+    decoding, training = roofline.step_floor(config, lab.shape, card, 10**9)
+    seconds, length = sum(parts.values()), statistics.mean(log["completions/mean_length"] for log in rollouts)
+    return {**parts, "seconds": seconds, "length": length, "roofline_decoding": decoding, "roofline_training": training,
+            "tokens_per_second": point["G"] * length / seconds}  # fmt: skip
 
 
 def learn(options, gpu) -> None:
     """Held-out accuracy with one group a rollout and with more, after the same completions, over paired seeds."""
     base = command_line.parse(train.Config, train.PRESETS, options.flags, gpu)
     kinds = sorted({1, *options.rollout})
-    between = math.lcm(*kinds) * options.points
-    if base.max_steps % between:
-        whole, near = " and of ".join(map(str, kinds[1:])), math.ceil(base.max_steps / between) * between
-        raise checks.Refused(
-            f"--max-steps {base.max_steps}: --points {options.points} evaluations come after whole rollouts of {whole} steps "
-            f"(--rollout); nearest: {near}"
-        )
+    seeds = range(base.seed, base.seed + options.seeds)
 
     def of(groups, **others):
         return dataclasses.replace(base, steps_per_generation=groups * base.gradient_accumulation_steps, **others)
 
-    longest = of(kinds[-1])
-    lab = Lab(longest, gpu)
-    same = dataclasses.replace(base, seed=0)  # problems for all seeds
-    problems = build_dataset(lab.task, same, train.PRESETS[base.preset], base.eval_problems, "held-out")
-    before, curves = lab.accuracy(base, problems), []  # B is 0 until the first run
-    lab.run(dataclasses.replace(longest, max_steps=longest.steps_per_rollout))  # what warms up belongs to no curve
-    evaluated = {base.max_steps * i // options.points for i in range(1, options.points + 1)}
-    seeds = range(base.seed, base.seed + options.seeds)
     for seed in seeds:
-        for groups in kinds if seed % 2 == 0 else kinds[::-1]:
-            curves.append({"groups": groups, **curve(lab, of(groups, seed=seed), problems, evaluated, before)})
-            keep(options, gpu, {"curves": curves})
+        checks.check_config(of(kinds[-1], seed=seed))
+    checks.check_machine(base, gpu)
+    if base.effective_batch != base.num_generations:
+        raise checks.Refused(
+            f"learn compares rollouts of whole groups, for steps of one: --per-device-train-batch-size {base.num_generations} "
+            f"--gradient-accumulation-steps 1, not {base.effective_batch} completions a step"
+        )
+    if not base.eval_problems:
+        raise checks.Refused("--eval-problems 0: learn counts right answers to held-out problems; at least 1")
+    between = math.lcm(*(of(groups).steps_per_rollout for groups in kinds)) * options.points
+    if base.max_steps % between:
+        whole, near = " and of ".join(map(str, kinds[1:])), max(round(base.max_steps / between), 1) * between
+        raise checks.Refused(
+            f"--max-steps {base.max_steps}: --points {options.points} evaluations come after whole rollouts of {whole} groups "
+            f"(--rollout); nearest: {near}"
+        )
+    out, longest, curves = open_out(options), of(kinds[-1]), []
+    with Console(out / "benchmark.log") as console:
+        console.say(f"loading {base.model}; the libraries talk to {out / 'benchmark.log'}")
+        lab = Lab(longest, gpu, console.say)
+        same = dataclasses.replace(base, seed=0)  # problems for all seeds
+        problems = build_dataset(lab.task, same, train.PRESETS[base.preset], base.eval_problems, "held-out")
+        before = lab.accuracy(base, problems)  # B is 0 until the first run
+        console.say(f"held-out, before: {before:.3f} of {len(problems)} problems; now a rollout that is not counted")
+        lab.run(dataclasses.replace(longest, max_steps=longest.steps_per_rollout))  # what warms up belongs to no curve
+        evaluated = {base.max_steps * i // options.points for i in range(1, options.points + 1)}
+        try:
+            for seed in seeds:
+                for groups in kinds if seed % 2 == 0 else kinds[::-1]:
+                    console.say(f"seed {seed}, {groups} a rollout: {base.max_steps} steps")
+                    curves.append({"groups": groups, **curve(lab, of(groups, seed=seed), problems, evaluated, before)})
+                    keep(options, gpu, out, {"curves": curves}, console.say)
+        finally:
+            if curves:
+                console.say("\n".join(learned(curves)))
+                draw(pictures.learning({"curves": curves}), out / "learn.png", console.say)
+                console.say(f"figures: {out / 'learn.json'}, {out / 'learn.png'}")
+
+
+def learned(curves: list[dict]) -> list[str]:
+    """A table of where each curve ends, and for each rollout the mean difference to one group over the seeds that have both."""
     last = {(c["seed"], c["groups"]): c["points"][-1][3] for c in curves}
-    rows = [[c["seed"], c["groups"], f"{c['points'][-1][3]:.3f}", f"{c['points'][-1][3] - last[c['seed'], 1]:+.3f}",
-             f"{c['points'][-1][2]:.0f}", f"{c['clipped']:.4f}", f"{c['kl']:.4f}"]
-            for c in sorted(curves, key=lambda c: (c["seed"], c["groups"]))]  # fmt: skip
-    print(f"held-out, before: {before:.3f} of {len(problems)} problems")
-    print(table(["seed", "groups a rollout", "accuracy", "against 1", "training, s", "clipped", "KL"], rows))
-    for groups in kinds[1:]:
-        differences = [last[seed, groups] - last[seed, 1] for seed in seeds]
-        mean, count = statistics.mean(differences), options.seeds
-        half = T_95[count] * statistics.stdev(differences) / math.sqrt(count)
-        print(f"{groups} against 1: {mean:+.3f}, 95 % interval over seeds {mean - half:+.3f} to {mean + half:+.3f}")
-    pictures.learning({"curves": curves}).savefig(Path(options.out) / "learn.png")
-
-
-def keep(options, gpu, found: dict) -> None:
-    """What was measured so far, as JSON: a benchmark of many minutes that is cut off leaves what it has."""
-    path = Path(options.out) / f"{options.command}.json"
-    how = {"command": options.line, "commit": git_commit(train.PROJECT), "machine": machine(gpu)}
-    aside = path.with_suffix(".part")
-    aside.write_text(json.dumps({**how, **found}, indent=1))
-    os.replace(aside, path)
+    difference = {key: last[key] - last[key[0], 1] for key in last if (key[0], 1) in last}
+    rows = [[*key, f"{last[key]:.3f}", f"{difference[key]:+.3f}" if key in difference else "", f"{c['points'][-1][2]:.0f}",
+             *("" if c[name] is None else f"{c[name]:.4f}" for name in ("clipped", "kl"))]
+            for key, c in sorted({(c["seed"], c["groups"]): c for c in curves}.items())]  # fmt: skip
+    lines = [table(["seed", "groups a rollout", "accuracy", "against 1", "training, s", "clipped", "KL"], rows)]
+    for groups in sorted({groups for _, groups in last} - {1}):
+        differences = [value for (_, of), value in difference.items() if of == groups]
+        if len(differences) > 1:
+            mean, count = statistics.mean(differences), len(differences)
+            half = T_95[count] * statistics.stdev(differences) / math.sqrt(count)
+            lines.append(
+                f"{groups} against 1: {mean:+.3f}, 95 % interval over {count} seeds {mean - half:+.3f} to {mean + half:+.3f}"
+            )
+    return lines
 
 
 def curve(lab: Lab, config, problems, evaluated: set[int], before: float) -> dict:
@@ -385,19 +471,25 @@ def curve(lab: Lab, config, problems, evaluated: set[int], before: float) -> dic
         trained += seconds
         if step in evaluated:
             points.append([step, step * config.effective_batch, trained, lab.accuracy(config, problems)])
-            print(f"seed {config.seed}, {config.prompts_per_rollout} a rollout, step {step}: {points[-1][3]:.3f} after "
-                  f"{trained:.0f} s", flush=True)  # fmt: skip
+            lab.say(f"seed {config.seed}, {config.prompts_per_rollout} a rollout, step {step}: {points[-1][3]:.3f} after "
+                    f"{trained:.0f} s")  # fmt: skip
 
     logs = lab.run(config, on_step)
-    means = {name: statistics.mean(log.get(key, 0) for log in logs)
-             for name, key in (("clipped", "clip_ratio/region_mean"), ("kl", "kl"))}  # fmt: skip
+    means = {}
+    for name, key in (("clipped", "clip_ratio/region_mean"), ("kl", "kl")):
+        values = [log[key] for log in logs if key in log]
+        means[name] = statistics.mean(values) if values else None
     return {"seed": config.seed, "points": points, **means}
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a run that was started ends too
+    for number in (signal.SIGTERM, signal.SIGHUP):  # so that a run that was started ends too
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         main(sys.argv[1:])
     except checks.Refused as refusal:
         print(f"benchmark.py: {refusal}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("benchmark.py: stopped", file=sys.stderr)
+        sys.exit(130)

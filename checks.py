@@ -84,9 +84,12 @@ def check_machine(config, gpu) -> None:
     """Refuse what the machine cannot do. `gpu` is `gpu.Gpu` or None."""
     if gpu is None:
         if config.fast_inference:
+            small = config.preset == "smollm2"
+            optim = " --optim adamw_torch_fused" if "8bit" in config.optim else ""
+            without = f"--no-fast-inference{optim}"
             raise Refused(
                 f"--preset {config.preset} generates with vLLM (--fast-inference), which needs a CUDA GPU; none is visible. "
-                "Without one: --preset smollm2; or --no-fast-inference, if you can wait for a CPU"
+                "Without one: " + (without if small else f"--preset smollm2; or {without}, if you can wait for a CPU")
             )
         if "8bit" in config.optim:
             raise Refused(f"--optim {config.optim}: its kernels need a GPU; --optim adamw_torch_fused is the one for a CPU")

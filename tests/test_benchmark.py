@@ -65,10 +65,12 @@ def test_a_table_as_the_readme_has_them():
 @pytest.fixture
 def starts(monkeypatch, tmp_path):
     """Runs of train.py that are none: each leaves METRICS in its folder and ends with `code`; their commands are kept."""
-    starts = SimpleNamespace(commands=[], environments=[], code=0)
+    starts = SimpleNamespace(commands=[], environments=[], code=0, stops=None)
 
-    def run(command, env, **named):
+    def run(command, env):
         starts.commands.append(command)
+        if len(starts.commands) == starts.stops:
+            raise KeyboardInterrupt
         starts.environments.append(env)
         folder = command[command.index("--output-dir") + 1]
         (run_dir := Path(folder) / "run").mkdir()
@@ -76,9 +78,10 @@ def starts(monkeypatch, tmp_path):
         values = {n: METRICS[n] if n < 7 else METRICS[4] for n in range(steps + 1)}
         items = [{"kind": "params", "values": {}}, *({"kind": "metrics", "step": n, "values": v} for n, v in values.items())]
         (run_dir / "record.jsonl").write_text("\n".join(map(json.dumps, items)) + "\n")
-        return SimpleNamespace(returncode=starts.code, stdout="step 1/6\nfailed in training: no luck\n")
+        return SimpleNamespace(returncode=starts.code)
 
     monkeypatch.setattr(benchmark, "git_commit", lambda project: "abc")
+    monkeypatch.setattr(benchmark, "store_in", lambda folder, experiment: f"sqlite:///{folder}/mlflow.db")
     monkeypatch.setattr(benchmark.subprocess, "run", run)
     monkeypatch.setattr(benchmark, "find_gpu", lambda: (None, ""))
     monkeypatch.chdir(tmp_path)
@@ -107,9 +110,30 @@ def test_compare_starts_each_set_of_flags_as_often_as_asked(starts, capsys, tmp_
 
 def test_a_run_that_fails_ends_the_comparison(starts, capsys):
     starts.code = 1
-    with pytest.raises(Refused, match="train.py --seed 1: exit code 1; its last words are above"):
+    with pytest.raises(SystemExit) as stop:
         benchmark.main(["compare", "--seed 1", "--seed 2"])
-    assert len(starts.commands) == 1 and "failed in training: no luck" in capsys.readouterr().out
+    assert stop.value.code == 1 and len(starts.commands) == 1
+    assert capsys.readouterr().err == "benchmark.py: train.py --seed 1: exit code 1; its last words are above\n"
+
+
+def test_a_comparison_that_is_cut_off_shows_what_it_has(starts, capsys, tmp_path):
+    starts.stops = 2
+    with pytest.raises(KeyboardInterrupt):
+        benchmark.main(["compare", "--seed 1", "--seed 2", "--starts", "1", "--out", "there"])
+    said = capsys.readouterr().out
+    assert "|  | `--seed 1` | first / last |" in said and "figures: there/compare.json" in said
+    assert len(json.loads((tmp_path / "there" / "compare.json").read_text())["starts"]) == 1
+
+
+def test_what_a_start_records_goes_away_with_its_folder(tmp_path, monkeypatch):
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    store = benchmark.store_in(str(folder), "p7-grpo")
+    assert MlflowClient(store).get_experiment_by_name("p7-grpo").artifact_location == (folder / "artifacts").as_uri()
+    assert [path.name for path in tmp_path.iterdir()] == ["a folder"]
 
 
 @pytest.mark.parametrize(
@@ -119,18 +143,30 @@ def test_a_run_that_fails_ends_the_comparison(starts, capsys):
         (["compare", "--preset 'smollm2"], "No closing quotation"),
         (["compare", "--seed 1", "--starts", "0"], "--starts 0: must be at least 1"),
         (["compare", "--seed 1", "--out", "file"], "--out file: File exists"),
-        (["compare", "--seed 1 --max-steps=3"], "compare --seed 1 --max-steps=3: --max-steps=3 is compare's own to set"),
+        (["compare", "--seed 1 --max-steps=3"], "--max-steps=3: compare sets it itself; compare --help"),
         (["learn", "--seeds", "11"], "--seeds 11: at most 10"),
-        (["learn", "--max-steps", "30"], "whole rollouts of 8 steps (--rollout); nearest: 32"),
+        (["learn", "--max-steps", "30"], "whole rollouts of 8 groups (--rollout); nearest: 32"),
         (["learn", "--rollout", "8", "1", "--max-steps", "32"], "--rollout 1: must be at least 2"),
-        (["learn", "--max-steps", "96", "--rollout", "8", "16"], "of 8 and of 16 steps (--rollout); nearest: 128"),
+        (["learn", "--max-steps", "96", "--rollout", "8", "16"], "of 8 and of 16 groups (--rollout); nearest: 128"),
         (["compare", "--no-such-flag 1"], "--no-such-flag"),
+        (["compare", "--seed 1", "--", "--output_dir", "x"], "--output_dir: compare sets it itself"),
+        (["compare", "--preset smollm2", "--preset qwen3-4b"], "needs a CUDA GPU"),  # the second, before the first starts
+        (["compare", "--seed 1", "--eval-steps 2 "], "--eval-steps"),
+        (["learn", "--steps-per-generation", "4"], "--steps-per-generation: learn sets it itself"),
+        (["learn", "--max-steps", "32", "--eval-problems", "0"], "--eval-problems 0: learn counts right answers"),
+        (["learn", "--max-steps", "33"], "nearest: 32"),
+        (["learn", "--max-steps", "32", "--num-iterations", "2"], "nearest: 64"),
+        (["learn", "--max-steps", "32", "--per-device-train-batch-size", "16"], "--per-device-train-batch-size 8"),
+        (["learn", "--max-steps", "32", "--seed", str(2**32 - 1)], "--seed 4294967296"),
+        (["learn", "--max-steps", "32", "--out", "held"], "--out held: holds the learn.json of an earlier run"),
         (["compare", "--no-lean-decode", "--seed 1"], "compare --no-lean-decode: a run's flags are one argument with a space"),
         (["learn", "--preset", "smollm2", "--max-steps", "32", "--num-generations", "5"], "batch sizes: 5 or 10"),
     ],
 )
 def test_what_cannot_run_is_refused_in_one_line(words, says, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
+    (tmp_path / "held").mkdir()
+    (tmp_path / "held" / "learn.json").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(benchmark, "find_gpu", lambda: (None, ""))
     with pytest.raises(Refused) as refusal:
@@ -158,8 +194,8 @@ def lab(monkeypatch, tmp_path):
     accuracies = {(3, 1): 0.5, (3, 2): 0.5, (3, 4): 0.7, (4, 1): 0.25, (4, 2): 0.5, (4, 4): 0.5}
 
     class Lab:
-        def __init__(self, config, gpu):
-            self.task = checks.load_task(config.task)
+        def __init__(self, config, gpu, say):
+            self.task, self.say = checks.load_task(config.task), say
             seen.made_for = config.prompts_per_rollout
 
         def run(self, config, on_step=lambda step, seconds: None):
@@ -195,16 +231,28 @@ def test_learn_pairs_the_seeds_after_a_run_that_warms_up(lab, capsys, tmp_path):
     for row in ("| 3 | 1 | 0.500 | +0.000 | 4 | 0.0200 | 0.2000 |", "| 4 | 2 | 0.500 | +0.250 | 4 | 0.0200 | 0.2000 |"):
         assert row in said.splitlines()
     # differences 0 and 0.25: mean 0.125, standard error 0.125, and Student's t of one degree of freedom
-    assert "2 against 1: +0.125, 95 % interval over seeds -1.464 to +1.714" in said
-    assert "4 against 1: +0.225, 95 % interval over seeds -0.093 to +0.543" in said
+    assert "2 against 1: +0.125, 95 % interval over 2 seeds -1.464 to +1.714" in said
+    assert "4 against 1: +0.225, 95 % interval over 2 seeds -0.093 to +0.543" in said
     found = json.loads((tmp_path / "there" / "learn.json").read_text())
     assert found["command"] == f"uv run python benchmark.py {' '.join(LEARN)}" and len(found["curves"]) == 6
     assert found["curves"][0]["points"] == [[0, 0, 0.0, 0.125], [4, 32, 2.0, 0.7], [8, 64, 4.0, 0.7]]
 
 
-def test_learn_keeps_the_curves_that_it_has_when_it_is_cut_off(lab, tmp_path):
+def test_learn_keeps_the_curves_that_it_has_when_it_is_cut_off(lab, capsys, tmp_path):
     lab.fails = (4, 1, 8)
     with pytest.raises(RuntimeError, match="no luck"):
         benchmark.main(LEARN)
     curves = json.loads((tmp_path / "there" / "learn.json").read_text())["curves"]
     assert [(c["seed"], c["groups"]) for c in curves] == [(3, 4), (3, 2), (3, 1)]
+    said = capsys.readouterr().out
+    assert "| 3 | 2 | 0.500 | +0.000 | 4 | 0.0200 | 0.2000 |" in said and "interval" not in said
+    assert (tmp_path / "there" / "learn.png").stat().st_size > 5000
+
+
+def test_a_full_disk_costs_no_figures(capsys, tmp_path, monkeypatch):
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    benchmark.keep(SimpleNamespace(command="learn", line="x"), None, tmp_path, {"curves": []})
+    assert capsys.readouterr().out == f"{tmp_path / 'learn.json'} not written: No space left on device\n"
