@@ -287,5 +287,6 @@ def test_one_model_learns_again_and_again(folder, tmp_path, monkeypatch, capsys)
     for curve in curves:
         assert [point[:2] for point in curve["points"]] == [[0, 0], [2, 4], [4, 8]]
     said = capsys.readouterr().out
-    assert "| seed | 1 a rollout | 2 a rollout |" in said and "95 % interval over seeds" in said
+    assert "| seed | groups a rollout | accuracy | against 1 |" in said and "95 % interval over 2 seeds" in said
+    assert (tmp_path / "benchmark.log").exists()
     assert (tmp_path / "learn.png").stat().st_size > 10_000
