@@ -81,11 +81,13 @@ def set_up(config, shape: shapes.Shape | None, plan: budget.Plan | None, gpu: Gp
     """Change in vLLM what has no argument; returns the arguments that have Unsloth load the model with it."""
     import torch
 
+    arguments = vllm_arguments(config, shape, plan, gpu, free_gib=torch.cuda.mem_get_info()[0] / GIB)
     if config.lean_decode:
         import decode
 
         decode.join_4bit_layers()
-    return vllm_arguments(config, shape, plan, gpu, free_gib=torch.cuda.mem_get_info()[0] / GIB)
+        arguments["compilation_config"] = graphs_alone(budget.graph_sizes(config))
+    return arguments
 
 
 def vllm_arguments(config, shape: shapes.Shape | None, plan: budget.Plan | None, gpu: Gpu, free_gib: float) -> dict:
@@ -102,7 +104,6 @@ def vllm_arguments(config, shape: shapes.Shape | None, plan: budget.Plan | None,
         "max_num_seqs": budget.seats(config),
         "max_num_batched_tokens": max(budget.PREFILL_TOKENS, budget.seats(config)),
         "float8_kv_cache": config.kv_cache_dtype == "fp8",
-        **({"compilation_config": graphs_alone(budget.graph_sizes(config))} if config.lean_decode else {}),
         **(quantized_on_loading() if config.load_in == "fp8" and not (shape and shape.quantized) else {}),
     }
 
