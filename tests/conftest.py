@@ -18,6 +18,7 @@ import pytest
 import checks
 
 ROOT = Path(__file__).resolve().parent.parent
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two files at a time run on two cores, each with trainings of its own
 ENVIRONMENT = dict(os.environ)  # before any test imports unsloth, which sets variables of its own
 SECRET = "s3cret-pässword"
 
