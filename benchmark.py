@@ -4,21 +4,22 @@
     uv run python benchmark.py scale --kv-cache-gib 34                       step time over G, C and groups a rollout
     uv run python benchmark.py learn --preset smollm2 --max-operand 60 --max-steps 96    held-out accuracy, paired seeds
 
-compare starts train.py anew for each set of flags, one after the other, as often as --starts says, and reports the last start:
-by then compiled kernels are on disk. scale and learn load one model and run TRL's trainer on it again and again, each time
-with a new adapter. Flags after the command, or after --, are train.py's. Figures land as they come in OUT, by itself a new
-folder in benchmarks/: COMMAND.json, pictures, and what the libraries say in benchmark.log. Stopped, it shows what it has.
+compare starts train.py anew for each set of flags, one after the other, as often as --starts says, and reports the last
+start: by then compiled kernels are on disk. scale and learn load one model and run TRL's trainer on it again and again, each
+time with a new adapter. Flags after the command, or after --, are train.py's. Figures land as they come in OUT/COMMAND.json
+(OUT is by itself a new folder in benchmarks/), and beside it, for scale and learn, a picture and what the libraries say. A
+benchmark that is stopped shows what it has.
 """
 
 import argparse
 import contextlib
 import dataclasses
 import json
+import logging
 import math
 import os
 import platform
 import shlex
-import signal
 import statistics
 import subprocess
 import sys
@@ -38,10 +39,11 @@ from console import Console
 from data import build_dataset, drop_long_prompts, in_order
 from gpu import find_gpu
 from record import git_commit
+from stopping import Stop, Stopped, time_limit
 from trainer import grpo_arguments, make_ready, trainer_class
 
 OWN = {  # flags of train.py that a command sets itself
-    "compare": "--max-steps --save-steps --eval-problems --sample-steps --output-dir --resume-from-checkpoint",
+    "compare": "--max-steps --save-steps --eval-problems --sample-steps --output-dir --experiment --resume-from-checkpoint",
     "scale": "--num-generations --per-device-train-batch-size --gradient-accumulation-steps --max-completion-length "
     "--steps-per-generation --max-steps --train-problems --resume-from-checkpoint",
     "learn": "--steps-per-generation --resume-from-checkpoint",
@@ -68,27 +70,52 @@ def main(arguments: list[str]) -> None:
             command.add_argument("--seeds", type=int, default=3, help="paired seeds, 2 to 10, from --seed on")
             command.add_argument("--rollout", type=int, nargs="+", default=[8], help="groups a rollout, each against one")
             command.add_argument("--points", type=int, default=4, help="evaluations after the first")
-    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    options, flags = parser.parse_known_args(own)
+    before = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    options, flags = parser.parse_known_args(before)
     if options.command == "compare" and flags:
         raise checks.Refused(
             f"compare {flags[0]}: a run's flags are one argument with a space in it ('{flags[0]} '); those of all runs come "
             "after --"
         )
-    options.flags = flags + arguments[len(own) + 1 :]
-    words = options.flags + [word for run in getattr(options, "runs", []) for word in run.split()]
-    if own := [word for word in words if word.partition("=")[0].replace("_", "-") in OWN[options.command].split()]:
-        raise checks.Refused(f"{own[0]}: {options.command} sets it itself; {options.command} --help lists what can be said")
+    options.flags = flags + arguments[len(before) + 1 :]
+    try:
+        options.runs = [(run, shlex.split(run)) for run in getattr(options, "runs", [])]
+    except ValueError as error:
+        raise checks.Refused(f"compare {shlex.join(options.runs)}: {error}") from None
+    for word in options.flags + [word for _, words in options.runs for word in words]:
+        if word.partition("=")[0].replace("_", "-") in OWN[options.command].split():
+            raise checks.Refused(f"{word}: {options.command} sets it itself; {options.command} --help lists what can be said")
     for name, least in (("starts", 1), ("rollouts", 1), ("least", 1), ("seeds", 2), ("rollout", 2), ("points", 1)):
         given = getattr(options, name, least)
         if (smallest := min(given) if isinstance(given, list) else given) < least:
             raise checks.Refused(f"--{name} {smallest}: must be at least {least}")
     if getattr(options, "seeds", 2) not in T_95:
         raise checks.Refused(f"--seeds {options.seeds}: at most {max(T_95)}")
+    os.environ.update({**train.ENVIRONMENT, **os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})  # NVML counts cards in that order
     gpu = find_gpu()[0]
     options.line = f"uv run python benchmark.py {shlex.join(arguments)}"
-    print(f"$ {options.line}\n{machine(gpu)}", flush=True)
-    {"compare": compare, "scale": scale, "learn": learn}[options.command](options, gpu)
+    say(f"$ {options.line}\n{machine(gpu)}")
+    with Stop() as options.stop:
+        try:
+            {"compare": compare, "scale": scale, "learn": learn}[options.command](options, gpu)
+        finally:
+            engine.leave_process_group()
+
+
+def look_at(config, gpu) -> None:
+    """Refuse what cannot run, before anything slow."""
+    checks.check_config(config)
+    checks.check_machine(config, gpu)
+    models.check_model(config.model, config.load_in)
+    checks.load_task(config.task)
+    if gpu:
+        engine.memory_plan(config, gpu, config.model, gpu.free_gib())
+
+
+def say(text: str) -> None:
+    """Print; a screen that has gone (`| head`, ssh) costs no figures."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
 
 
 def open_out(options) -> Path:
@@ -104,7 +131,7 @@ def open_out(options) -> Path:
     return out
 
 
-def keep(options, gpu, out: Path, found: dict, say=print) -> None:
+def keep(options, gpu, out: Path, found: dict, say=say) -> None:
     """What was measured so far, as JSON: a benchmark of many minutes that is cut off leaves what it has."""
     how = {"command": options.line, "commit": git_commit(train.PROJECT), "machine": machine(gpu)}
     path = out / f"{options.command}.json"
@@ -142,48 +169,49 @@ def table(columns: list[str], rows: list[list]) -> str:
 
 def compare(options, gpu) -> None:
     """Start each set of flags, and print what the last start of each took, with ratios to the first set."""
-    runs, found = [], []
-    for flags in options.runs:
-        try:
-            words = shlex.split(flags)
-        except ValueError as error:
-            raise checks.Refused(f"compare {flags}: {error}") from None
+    runs, found, starts = [], [], options.starts
+    for flags, words in options.runs:
         config = command_line.parse(train.Config, train.PRESETS, [*options.flags, *words], gpu)
         checks.check_config(config)
         each = config.steps_per_rollout
         skipped = math.ceil(3 / each) * each  # compiling and warming up: the chapter's first three steps
         steps = skipped + max(options.rollouts * each, math.ceil(options.least / each) * each)
         config = dataclasses.replace(config, max_steps=steps, save_steps=steps, eval_problems=0, sample_steps=0)
-        checks.check_config(config)
-        checks.check_machine(config, gpu)
-        models.check_model(config.model, config.load_in)
-        checks.load_task(config.task)
-        if gpu:
-            engine.memory_plan(config, gpu, config.model, gpu.free_gib())
+        look_at(config, gpu)
         runs.append((flags, words, config, skipped))
     out = open_out(options)
     try:
         for flags, words, config, skipped in runs:
-            for i in range(options.starts):
-                print(f"{flags}: start {i + 1} of {options.starts}, {config.max_steps} steps", flush=True)
-                found.append({"run": flags, **start(flags, [*options.flags, *words], config, skipped)})
-                print(f"{flags}: {json.dumps(found[-1])}", flush=True)
+            for i in range(starts):
+                say(f"{flags}: start {i + 1} of {starts}, {config.max_steps} steps")
+                figures = start(flags, [*options.flags, *words], config, skipped)
+                found.append({"run": flags, "start": i + 1, **figures})
                 keep(options, gpu, out, {"starts": found})
+                say(f"{flags}: {json.dumps(figures)}")
     finally:
-        if last := {figures["run"]: figures for figures in found}:
-            first, *_, latest = [*last.values()] * 2
-            rows = [[name, *(shown(figures.get(name)) for figures in last.values()), ratio(first, latest, name)]
-                    for name in first if name != "run"]  # fmt: skip
-            print(table(["", *(f"`{flags}`" for flags in last), "first / last"], rows))
-            print(f"figures: {out / 'compare.json'}", flush=True)
+        if found:
+            say(compared(found, starts, whole=len(found) == starts * len(runs)))
+            say(f"figures: {out / 'compare.json'}")
+
+
+def compared(found: list[dict], starts: int, whole: bool) -> str:
+    """A table of the last start of each set of flags, and where all were started as often, the first's ratios to the last."""
+    last = [found[i : i + starts][-1] for i in range(0, len(found), starts)]
+    heads = [f"`{f['run']}`" + (f", start {f['start']} of {starts}" if f["start"] < starts else "") for f in last]
+    rows = [
+        [name, *(shown(figures.get(name)) for figures in last), ratio(last[0], last[-1], name) if whole else ""]
+        for name in last[0]
+        if name not in ("run", "start")
+    ]
+    return table(["", *heads, "first / last"], rows)
 
 
 def start(flags: str, words: list[str], config, skipped: int) -> dict[str, float]:
     """One run of train.py without evaluations, in a folder that goes away, with its record; what it took."""
     with tempfile.TemporaryDirectory() as folder:
-        store, steps = store_in(folder, config.experiment), config.max_steps
-        sizes = f"--max-steps {steps} --save-steps {steps} --eval-problems 0 --sample-steps 0 --output-dir {folder}"
-        command = [sys.executable, str(train.PROJECT / "train.py"), *words, *sizes.split()]
+        store, steps = store_in(folder, "benchmark"), config.max_steps
+        sizes = f"--max-steps {steps} --save-steps {steps} --eval-problems 0 --sample-steps 0 --experiment benchmark".split()
+        command = [sys.executable, str(train.PROJECT / "train.py"), *words, *sizes, "--output-dir", folder]
         done = subprocess.run(command, env={**os.environ, "MLFLOW_TRACKING_URI": store})
         if done.returncode:
             print(f"benchmark.py: train.py {flags}: exit code {done.returncode}; its last words are above", file=sys.stderr)
@@ -201,6 +229,7 @@ def store_in(folder: str, experiment: str) -> str:
     """An MLflow store with an experiment whose artifacts lie in the folder too, and not in ./mlruns."""
     from mlflow.tracking import MlflowClient
 
+    logging.getLogger("mlflow").setLevel(logging.WARNING)
     store = f"sqlite:///{folder}/mlflow.db"
     MlflowClient(store).create_experiment(experiment, artifact_location=Path(folder, "artifacts").as_uri())
     return store
@@ -248,18 +277,18 @@ class Lab:
 
     def __init__(self, config, gpu, say):
         self.gpu, self.say = gpu, say
-        checks.check_config(config)
-        checks.check_machine(config, gpu)
         self.task = checks.load_task(config.task)
         if gpu:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu.cuda_name
             os.environ.update(engine.environment(config))
-        os.environ.update({**train.ENVIRONMENT, **os.environ})
         import unsloth  # noqa: F401, isort: skip
 
         name = models.resolve_model(config.model, config.load_in, gpu)
         self.shape, plan = engine.memory_plan(config, gpu, name, gpu.free_gib()) if gpu else (None, None)
-        model, self.tokenizer = train.load_model(config, gpu, name, self.shape, plan)
+        seconds = config.vllm_start_timeout
+        late = f"vLLM has not started within {seconds:g} s (--vllm-start-timeout)"
+        with time_limit(seconds, lambda: say(late)) if config.fast_inference else contextlib.nullcontext():
+            model, self.tokenizer = train.load_model(config, gpu, name, self.shape, plan)
         self.model = train.attach_lora(config, model)
         self.tokenizer.padding_side = "left"
 
@@ -353,18 +382,19 @@ def scale(options, gpu) -> None:
 
     configs = [at(point) for point in points]
     for config in configs:
-        checks.check_config(config)
-        engine.memory_plan(config, gpu, config.model, gpu.free_gib())
+        look_at(config, gpu)
     longest = max(configs, key=lambda c: c.max_completion_length)
     most = max(c.rollout_batch for c in configs)
     seats = dataclasses.replace(base, max_completion_length=longest.max_completion_length, num_generations=8,
                                 per_device_train_batch_size=8, steps_per_generation=math.ceil(most / 8))  # fmt: skip
+    look_at(seats, gpu)
     out, rows = open_out(options), []
     card = cards.Card(gpu.name, gpu.total_gib, gpu.bandwidth_gbps, 989 if "H200" in gpu.name else None)
     with Console(out / "benchmark.log") as console:
         try:
             console.say(f"loading {base.model}; the libraries talk to {out / 'benchmark.log'}")
             lab = Lab(seats, gpu, console.say)
+            options.stop.raise_if_asked()
             for point, config in zip(points, configs):
                 rows.append({**point, **seconds_at(point, config, lab, card)})
                 console.say(str({k: round(v, 3) if isinstance(v, float) else v for k, v in rows[-1].items()}))
@@ -404,8 +434,7 @@ def learn(options, gpu) -> None:
         return dataclasses.replace(base, steps_per_generation=groups * base.gradient_accumulation_steps, **others)
 
     for seed in seeds:
-        checks.check_config(of(kinds[-1], seed=seed))
-    checks.check_machine(base, gpu)
+        look_at(of(kinds[-1], seed=seed), gpu)
     if base.effective_batch != base.num_generations:
         raise checks.Refused(
             f"learn compares rollouts of whole groups, for steps of one: --per-device-train-batch-size {base.num_generations} "
@@ -424,6 +453,7 @@ def learn(options, gpu) -> None:
     with Console(out / "benchmark.log") as console:
         console.say(f"loading {base.model}; the libraries talk to {out / 'benchmark.log'}")
         lab = Lab(longest, gpu, console.say)
+        options.stop.raise_if_asked()
         same = dataclasses.replace(base, seed=0)  # problems for all seeds
         problems = build_dataset(lab.task, same, train.PRESETS[base.preset], base.eval_problems, "held-out")
         before = lab.accuracy(base, problems)  # B is 0 until the first run
@@ -483,13 +513,11 @@ def curve(lab: Lab, config, problems, evaluated: set[int], before: float) -> dic
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGTERM, signal.SIGHUP):  # so that a run that was started ends too
-        signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         main(sys.argv[1:])
     except checks.Refused as refusal:
         print(f"benchmark.py: {refusal}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("benchmark.py: stopped", file=sys.stderr)
-        sys.exit(130)
+    except Stopped as stopped:
+        print(f"benchmark.py: stopped by {stopped}", file=sys.stderr)
+        sys.exit(128 + stopped.signum)

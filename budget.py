@@ -365,7 +365,8 @@ def room_for(config, shape: Shape, usable_gib: float, card_gib: float | None = N
     """What the room that is left buys, each by itself: the largest group, completion length and rollout that work.
 
     With a larger cache where the present one lets all completions of a rollout decode at once, and would not any more. A
-    longer rollout is one that does, since only that is faster, and whose answers the run uses up.
+    longer rollout (steps_per_generation) is one whose answers the run uses up; its cache lets it decode at once, since only
+    that is faster, unless vLLM's share is given by hand.
     """
 
     kv_bytes = shape.kv_bytes(config.kv_cache_dtype)

@@ -1,6 +1,7 @@
 """The benchmark's own arithmetic, its command line, and what it makes of a run that fails; no model is loaded."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ import benchmark
 import checks
 from checks import Refused
 from conftest import ROOT
+from stopping import Stopped
 from task import make_dataset
 from train import PRESETS
 
@@ -70,7 +72,7 @@ def starts(monkeypatch, tmp_path):
     def run(command, env):
         starts.commands.append(command)
         if len(starts.commands) == starts.stops:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGTERM)
         starts.environments.append(env)
         folder = command[command.index("--output-dir") + 1]
         (run_dir := Path(folder) / "run").mkdir()
@@ -117,12 +119,14 @@ def test_a_run_that_fails_ends_the_comparison(starts, capsys):
 
 
 def test_a_comparison_that_is_cut_off_shows_what_it_has(starts, capsys, tmp_path):
-    starts.stops = 2
-    with pytest.raises(KeyboardInterrupt):
-        benchmark.main(["compare", "--seed 1", "--seed 2", "--starts", "1", "--out", "there"])
+    starts.stops = 4
+    with pytest.raises(Stopped):
+        benchmark.main(["compare", "--seed 1", "--seed 1", "--starts", "2", "--out", "there"])
     said = capsys.readouterr().out
-    assert "|  | `--seed 1` | first / last |" in said and "figures: there/compare.json" in said
-    assert len(json.loads((tmp_path / "there" / "compare.json").read_text())["starts"]) == 1
+    assert "|  | `--seed 1` | `--seed 1`, start 1 of 2 | first / last |" in said and "figures: there/compare.json" in said
+    (row,) = [line for line in said.splitlines() if line.startswith("| seconds a step ")]
+    assert row.endswith("|  |")  # no ratio of a second start to a first
+    assert len(json.loads((tmp_path / "there" / "compare.json").read_text())["starts"]) == 3
 
 
 def test_what_a_start_records_goes_away_with_its_folder(tmp_path, monkeypatch):

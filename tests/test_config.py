@@ -34,7 +34,7 @@ REWARDS = [good]
 
 def test_help_is_quick_and_names_the_knobs(tmp_path):
     done = train("--help", cwd=tmp_path)
-    assert done.code == 0 and done.seconds < 3
+    assert done.code == 0 and done.seconds < 5
     for flag in ("--num-generations", "--max-completion-length", "--epsilon-high", "--preset", "--vram-limit-gib"):
         assert flag in done.stdout
 
