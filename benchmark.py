@@ -287,7 +287,7 @@ class Lab:
         self.shape, plan = engine.memory_plan(config, gpu, name, gpu.free_gib()) if gpu else (None, None)
         seconds = config.vllm_start_timeout
         late = f"vLLM has not started within {seconds:g} s (--vllm-start-timeout)"
-        with time_limit(seconds, lambda: say(late)) if config.fast_inference else contextlib.nullcontext():
+        with time_limit(seconds, lambda: self.say(late)) if config.fast_inference else contextlib.nullcontext():
             model, self.tokenizer = train.load_model(config, gpu, name, self.shape, plan)
         self.model = train.attach_lora(config, model)
         self.tokenizer.padding_side = "left"
