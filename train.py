@@ -12,6 +12,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import os
 import shutil
 import sys
@@ -340,6 +341,8 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     from progress import Progress
     from vram import Meter
 
+    gc.freeze()  # what is imported stays, and need not be looked at again
+    gc.enable()
     phases = Phases(gpu is not None, console.say)
     stop.raise_if_asked()
     if gpu and not torch.cuda.is_available():
@@ -347,6 +350,7 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
 
     # data: problems with prompts that fit, in the order of training
     console.doing = "loading the model"
+    models.read_tokenizers_once()
     name = models.resolve_model(config.model, config.load_in, gpu)
     tokenizer = AutoTokenizer.from_pretrained(name)
     drawn = len(train_set)
@@ -452,6 +456,7 @@ def attach_lora(config: Config, model):
 
 
 if __name__ == "__main__":
+    gc.disable()  # until all is imported: of a million new objects nothing is garbage, and looking for it takes seconds
     open_closed_streams()
     try:
         main()

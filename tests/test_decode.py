@@ -214,20 +214,21 @@ def test_a_rollout_is_scored_in_passes_of_the_training_batch(trainer):
 
     import scoring
 
-    ids = torch.tensor([[1, 2, 3, 11, 12], [1, 2, 3, 21, 22], [0, 0, 3, 31, 32], [0, 5, 3, 41, 42], [0, 7, 8, 51, 52]])
+    ids = torch.tensor([[0, 0, 3, 31, 32], [0, 5, 3, 41, 42], [1, 2, 3, 11, 12], [1, 2, 3, 21, 22], [0, 7, 8, 51, 52]])
     mask = (ids > 0).long()
     scoring.in_training_batches(trainer)
     logps, entropies, auxiliary = trainer._get_per_token_logps_and_entropies("model", ids, mask, 2, batch_size=9)
     assert (entropies, auxiliary) == (None, None)
-    assert [rows for rows, *_ in trainer.asked] == [ids[:2].tolist(), ids[2:4].tolist(), ids[4:].tolist()]
-    assert [rows for _, rows, *_ in trainer.asked] == [mask[:2].tolist(), mask[2:4].tolist(), mask[4:].tolist()]
+    # most tokens first, so that Unsloth checks one pass and trusts the others
+    assert [rows for rows, *_ in trainer.asked] == [ids[2:4].tolist(), ids[:2].tolist(), ids[4:].tolist()]
+    assert [rows for _, rows, *_ in trainer.asked] == [mask[2:4].tolist(), mask[:2].tolist(), mask[4:].tolist()]
     assert [rest for _, _, *rest in trainer.asked] == [[2, 9, 1]] * 3
-    # the second pass has the longest padding, 2, and the others are filled up on the left, where prompts are
+    # back in the rollout's order: the first pass has the longest padding, 2, and the others are filled up where prompts are
     assert logps.tolist() == [
-        [0, 0, -11, -12],
-        [0, 0, -21, -22],
         [0, -3, -31, -32],
         [-5, -3, -41, -42],
+        [0, 0, -11, -12],
+        [0, 0, -21, -22],
         [0, -8, -51, -52],
     ]
     assert trainer.args.unsloth_grpo_mini_batch == 2

@@ -290,3 +290,30 @@ def test_one_model_learns_again_and_again(folder, tmp_path, monkeypatch, capsys)
     assert "| seed | groups a rollout | accuracy | against 1 |" in said and "95 % interval over 2 seeds" in said
     assert (tmp_path / "benchmark.log").exists()
     assert (tmp_path / "learn.png").stat().st_size > 10_000
+
+
+def test_a_tokenizer_is_read_once_and_each_gets_its_own(folder, monkeypatch):
+    """The calls are those that Unsloth makes, twice, and vLLM; Llama's old conversion heeds `legacy`, so it is read anew."""
+    reads = []
+    read = AutoTokenizer.from_pretrained
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *args, **named: reads.append(named) or read(*args, **named))
+    models.read_tokenizers_once()
+    first = AutoTokenizer.from_pretrained(folder)
+    slow = AutoTokenizer.from_pretrained(folder, model_max_length=7, padding_side="right", token=None, use_fast=False,
+                                         legacy=False, from_slow=True, cache_dir=None, revision=None)  # fmt: skip
+    vllms = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, revision=None, truncation_side="left")
+    assert len(reads) == 1
+    assert (slow.model_max_length, slow.padding_side, vllms.truncation_side) == (7, "right", "left")
+    slow.pad_token = "<|im_start|>"
+    whole = read(folder)
+    for tokenizer in (first, vllms):
+        assert type(tokenizer) is type(whole) and vars(tokenizer).keys() == vars(whole).keys()
+        assert (tokenizer.pad_token, tokenizer.model_max_length) == (whole.pad_token, whole.model_max_length)
+        assert tokenizer("12 + 30").input_ids == whole("12 + 30").input_ids and len(tokenizer) == len(whole)
+    # padding for one does not reach the next, though they share the vocabulary
+    assert len(first(["1", "1 + 2 + 3"], padding=True).input_ids[0]) > len(vllms(["1", "1 + 2 + 3"]).input_ids[0])
+    AutoTokenizer.from_pretrained(folder, revision="other")
+    assert len(reads) == 2 and reads[1] == {"revision": "other"}
+    monkeypatch.setattr(type(first), "legacy", True, raising=False)
+    AutoTokenizer.from_pretrained(folder, legacy=False)
+    assert len(reads) == 3
