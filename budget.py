@@ -32,6 +32,7 @@ VLLM_ITSELF = 82 * 2**20  # in its share beside what has a line: 72 MiB outside 
 GRAPHS_BESIDE_TORCH = round(0.13 * GIB)
 SLACK = round(0.05 * GIB)
 SLACK_WITH_CHECKPOINTING = round(0.19 * GIB)
+SLACK_WITH_SLEEP = round(0.73 * GIB)  # blocks of the training pass that stand while vLLM generates: from one run
 UNSLOTHS_OWN = 70 * 2**20
 GENERATE_COPIES = 3.3  # of generate()'s cache, at its peak: from two runs without vLLM, 1.16 GiB for Qwen3-4B's 0.35
 
@@ -90,7 +91,7 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
     weights, of_weights = weights_of(shape, config.load_in, plain_scales)
     slots = slot_bytes(shape, config.lora_r) if vllm else 0
     state, of_state = optimizer_bytes(config.optim, lora)
-    profile = profile_bytes(shape, sequences) if vllm else 0
+    profile = profile_bytes(config, shape) if vllm else 0
     around_cache = weights + slots + profile + VLLM_ITSELF
     kv_bytes = shape.kv_bytes(config.kv_cache_dtype)
     if vllm and config.gpu_memory_utilization:
@@ -113,11 +114,12 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
     logits_on_top = max(logits - activations, 0) if config.gradient_checkpointing else logits
     training = activations + logits_on_top + 4 * lora
     staging = 2 * tokens * shape.hidden if config.gradient_checkpointing else 0
+    slack = SLACK_WITH_CHECKPOINTING if config.gradient_checkpointing else SLACK
 
     # what generates has given back its tensors when training begins; vLLM's cache stays
     kv_now, kv_kind = kv, "computed"
     if config.vllm_enable_sleep_mode:
-        kv_now, of_kv = max(kv - training, 0), f"given back while training: {of_kv}"
+        kv_now, of_kv, slack = max(kv - training, 0), f"given back while training: {of_kv}", SLACK_WITH_SLEEP
     if not vllm:
         kv, kv_kind = GENERATE_COPIES * kv, "estimated"
         kv_now, of_kv = max(kv - training, 0), f"generate()'s, with copies, also in evaluations: {of_kv}"
@@ -139,8 +141,7 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
              f"{PREFILL_TOKENS:,} tokens in prefill, {sequences} sampled, while nothing trains", max(profile - training, 0)),
         line("vllm_graphs", "vLLM's CUDA graphs", graph_bytes(config, shape) if vllm else 0, "estimated",
              f"{graph_count(config)} graphs and their pool"),
-        line("slack", "allocator slack", SLACK_WITH_CHECKPOINTING if config.gradient_checkpointing else SLACK, "estimated",
-             "torch's blocks that no tensor fills"),
+        line("slack", "allocator slack", slack, "estimated", "torch's blocks that no tensor fills"),
         line("other", "all else", UNSLOTHS_OWN + staging, "estimated", "Unsloth's staging buffers, rope tables, small tensors"),
     )  # fmt: skip
     share = (around_cache + kv) / GIB if vllm else 0.0
@@ -220,9 +221,15 @@ def logits_bytes(config, shape: Shape, card_gib: float) -> tuple[int, str]:
     return 4 * rows * columns + 4 * tokens * shape.hidden, f"{rows:,} tokens x {columns:,} words in 32 bits"
 
 
-def profile_bytes(shape: Shape, sequences: int) -> int:
-    """Bytes at the peak of vLLM's profiling run: a block in prefill, the sampler's logits, and 50 MiB of workspace."""
-    return 2 * PREFILL_TOKENS * (3 * shape.intermediate + 2 * shape.hidden) + 20 * sequences * shape.vocabulary + 50 * 2**20
+def profile_bytes(config, shape: Shape) -> int:
+    """Bytes at the peak of vLLM's profiling run: a block in prefill, logits and what the sampler makes of them, and workspace.
+
+    With lean_decode the two come one after the other: 0.20 GiB for 64 sequences and for 128.
+    """
+    logits = seats(config) * shape.vocabulary
+    if config.lean_decode:
+        return max(2 * PREFILL_TOKENS * (3 * shape.intermediate + 4 * shape.hidden), 8 * logits) + 50 * 2**20
+    return 2 * PREFILL_TOKENS * (3 * shape.intermediate + 2 * shape.hidden) + 20 * logits + 50 * 2**20
 
 
 def graph_sizes(config) -> list[int]:

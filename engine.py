@@ -94,15 +94,17 @@ def vllm_arguments(config, shape: shapes.Shape | None, plan: budget.Plan | None,
     """What turns Unsloth's loader into a loader with vLLM: its share of the card, how many sequences it decodes, and 8 bits.
 
     The share is the plan's; Unsloth multiplies it by `free_gib`, what is free on the card, so it is handed over as a share
-    of that.
+    of that. 256 sequences are its word for as many as it sees fit, 96 of a share of 37 GiB, so one more is asked for.
     """
+    sequences = budget.seats(config)
+    sequences += sequences == 256
     share_gib = plan.share_gib if plan else config.gpu_memory_utilization * (config.vram_limit_gib or gpu.total_gib)
     return {
         "fast_inference": True,
         "max_lora_rank": config.lora_r,
         "gpu_memory_utilization": min(share_gib / free_gib, 1.0),
-        "max_num_seqs": budget.seats(config),
-        "max_num_batched_tokens": max(budget.PREFILL_TOKENS, budget.seats(config)),
+        "max_num_seqs": sequences,
+        "max_num_batched_tokens": max(budget.PREFILL_TOKENS, sequences),
         "float8_kv_cache": config.kv_cache_dtype == "fp8",
         **(quantized_on_loading() if config.load_in == "fp8" and not (shape and shape.quantized) else {}),
     }

@@ -87,11 +87,17 @@ class Memory:
 
 
 def measure(gpu, peak, kv_cache_gib: float = 0) -> Memory | None:
-    """Who holds the card now; `gpu` is gpu.Gpu, `peak` gpu.PeakMemory. Never raises: None without a card or a figure."""
+    """Who holds the card now; `gpu` is gpu.Gpu, `peak` gpu.PeakMemory. Never raises: None without a card or a figure.
+
+    A cache that sleeps is in torch's counters, and not on the card: more than there is on it, so it is taken off.
+    """
     try:
         cuda = sys.modules["torch"].cuda
         tensors, reserved = cuda.memory_allocated() / GIB, cuda.memory_reserved() / GIB
-        return Memory(gpu.total_gib, gpu.used_gib(), peak.start_gib, tensors, reserved, kv_cache_gib)
+        used = gpu.used_gib()
+        if reserved > used - peak.start_gib:
+            tensors, reserved, kv_cache_gib = tensors - kv_cache_gib, reserved - kv_cache_gib, 0.0
+        return Memory(gpu.total_gib, used, peak.start_gib, tensors, reserved, kv_cache_gib)
     except Exception:  # after a CUDA error anything may fail
         return None
 

@@ -257,9 +257,10 @@ class Record:
             "vram_peak_nvml_gib": peak.peak_gib,
             "vram_before_nvml_gib": peak.start_gib,
         })  # fmt: skip
+        asleep = ", which count vLLM's cache while it sleeps" if reserved_gib > peak.peak_gib - peak.start_gib else ""
         return (
-            f"peak VRAM {torch_gib:.2f} GiB in torch's tensors, {reserved_gib:.2f} in its blocks, {peak.peak_gib:.2f} on the "
-            f"card ({peak.start_gib:.2f} at the start)"
+            f"peak VRAM {torch_gib:.2f} GiB in torch's tensors, {reserved_gib:.2f} in its blocks{asleep}, "
+            f"{peak.peak_gib:.2f} on the card ({peak.start_gib:.2f} at the start)"
         )
 
     def adapter(self, folder: Path, to: str = "lora") -> None:

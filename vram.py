@@ -101,7 +101,8 @@ class Meter:
         """Predicted and measured GiB of each line and of the total, once a step has been taken, and metrics of them.
 
         What the lines do not explain is `other`. Where logits, or what generates, is the highest moment, it counts with
-        what it adds to the training pass.
+        what it adds to the training pass: so does vLLM's cache in sleep mode, in which it has gone from the card by then,
+        though not from torch's counters.
         """
         self.at("trained")
         self.phases.settle()
@@ -113,6 +114,9 @@ class Meter:
         else:
             lines["kv_cache"] = peaks["generation"]
         card, _, reserved = self.points["trained"]
+        sleeps = "vllm_graphs" in lines and self.plan["kv_cache"].counted_gib < self.plan["kv_cache"].gib
+        if sleeps:
+            card += lines["kv_cache"]
         lines["context"] = card - reserved - beside
         lines["activations"] = peaks["forward_backward"] - lines["gradients"]
         lines["logits"] = peaks.get("logits", 0.0)
@@ -121,6 +125,9 @@ class Meter:
         counted = {**lines, "vllm_activations": 0.0, "logits": self.phases.highest / GIB - peaks["forward_backward"]}
         if "vllm_graphs" not in lines:
             counted["kv_cache"] = 0.0
+        elif sleeps:
+            training = counted["gradients"] + counted["activations"] + counted["logits"]
+            counted["kv_cache"] = max(lines["kv_cache"] - training, 0.0)
         lines["other"] = total - sum(counted.values())
         rows = [row(line.label, line.key, line.gib, lines.get(line.key), line.kind) for line in self.plan.lines if line.gib]
         return [*rows, row("total", "total", self.plan.total_gib, total, "estimated")]

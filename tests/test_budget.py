@@ -208,12 +208,13 @@ def test_sleep_mode_takes_the_cache_off_the_peak_as_far_as_training_fills_its_pl
     awake, asleep = plans()
     assert asleep["kv_cache"].gib == awake["kv_cache"].gib == awake["kv_cache"].counted_gib == 7.5
     assert asleep["kv_cache"].counted_gib == pytest.approx(7.5 - training)
-    assert awake.total_gib - asleep.total_gib == pytest.approx(training)
+    slack = asleep["slack"].gib - awake["slack"].gib  # what training leaves behind stands while vLLM generates
+    assert awake.total_gib - asleep.total_gib == pytest.approx(training - slack)
     assert asleep["kv_cache"].label == "(KV cache)" and asleep["kv_cache"].formula.startswith("given back while training: ")
     assert asleep.share_gib == awake.share_gib and asleep.kv_tokens == awake.kv_tokens
     # where training needs more than the cache, all of it is gone at the peak, and no more than that
     awake, asleep = plans(kv_cache_gib=2.0)
-    assert asleep["kv_cache"].counted_gib == 0 and awake.total_gib - asleep.total_gib == pytest.approx(2.0)
+    assert asleep["kv_cache"].counted_gib == 0 and awake.total_gib - asleep.total_gib == pytest.approx(2.0 - slack)
     # logits that stand on top of a pass without checkpointing count too
     awake, asleep = plans(gradient_checkpointing=False, kv_cache_gib=30.0)
     more = awake["activations"].gib + awake["logits"].counted_gib + awake["gradients"].gib

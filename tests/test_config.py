@@ -316,6 +316,9 @@ def test_share_is_of_what_is_free_and_leaves_room_for_training(qwen3_4b):
     eight = dataclasses.replace(PRESETS["qwen3-4b"], vram_limit_gib=15.0)
     arguments, _ = share(eight, card(total_gib=139.8), 139.0, 138.4)
     assert (arguments["max_num_seqs"], arguments["max_num_batched_tokens"]) == (64, 2048)
+    # 256 is Unsloth's own default, in whose place it puts a number of its own
+    arguments, _ = share(dataclasses.replace(eight, steps_per_generation=32), card(total_gib=139.8), 139.0, 138.4)
+    assert arguments["max_num_seqs"] == 257
 
 
 @pytest.mark.parametrize(

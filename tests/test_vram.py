@@ -59,7 +59,7 @@ def card(monkeypatch):
     return FakeCard(monkeypatch)
 
 
-def steps(card, meter, timed, logits_first=False):
+def steps(card, meter, timed, logits_first=False, asleep=0.0):
     """Two steps: 2 GiB of cache in generate(), 0.12 of gradients, 1.6 of activations and, above what stands by then, logits."""
     model = torch.nn.Linear(1, 1)
     for step in range(2):
@@ -70,6 +70,7 @@ def steps(card, meter, timed, logits_first=False):
         card.take(1.0)
         card.take(-1.0)
         timed.leave()
+        card.outside -= asleep if step == 0 else 0.0
         timed.leave()
         if not logits_first:
             card.take(1.5)
@@ -94,9 +95,9 @@ def steps(card, meter, timed, logits_first=False):
         timed.end_step()
 
 
-def measured(card, vllm, logits_first=False):
+def measured(card, vllm, logits_first=False, sleep=False):
     """The rows of a run on that card."""
-    config = dataclasses.replace(PRESETS["chapter"], fast_inference=vllm)
+    config = dataclasses.replace(PRESETS["chapter"], fast_inference=vllm, vllm_enable_sleep_mode=sleep)
     plan = budget.plan(config, budget.shape_of("qwen3-4b"), 15.46)
     timed = phases.Phases(on_gpu=True, say=print)
     peak = SimpleNamespace(start_gib=card.others)
@@ -115,7 +116,8 @@ def measured(card, vllm, logits_first=False):
     meter.at("adapter")
     meter.lines |= {"weights": 2.5, "lora": 0.2}
     card.context = 0.8  # kernels are loaded as they are needed
-    steps(card, meter, timed, logits_first)
+    card.card_peak = max(card.card_peak, card.used_gib())
+    steps(card, meter, timed, logits_first, asleep=2.4 * sleep)
     # in torch's blocks a gap stays that no tensor fills
     gap = 0.2
     card.reserved = card.reserved_peak = max(card.reserved_peak, timed.allocated / GIB + 0.11 * vllm) + gap
@@ -152,6 +154,15 @@ def test_logits_below_the_training_pass_add_nothing(card):
     got = {key: row["measured_gib"] for key, row in rows.items()}
     assert got["logits"] == pytest.approx(0.4) and got["other"] == pytest.approx(0.08, abs=1e-6)
     parts = ("weights", "lora", "gradients", "optimizer", "context", "activations", "slack", "other", "kv_cache", "vllm_graphs")
+    assert got["total"] == pytest.approx(sum(got[part] for part in parts), abs=1e-6)
+
+
+def test_a_cache_that_sleeps_counts_where_it_is_the_highest_moment(card):
+    """2.4 GiB that torch goes on counting: by NVML they are there when vLLM generates, and 1.9 of training in their place."""
+    rows, _ = measured(card, vllm=True, sleep=True)
+    got = {key: row["measured_gib"] for key, row in rows.items()}
+    assert got["context"] == pytest.approx(0.8, abs=1e-6) and got["kv_cache"] == 2.4
+    parts = ("weights", "lora", "optimizer", "context", "slack", "other", "kv_cache", "vllm_graphs")
     assert got["total"] == pytest.approx(sum(got[part] for part in parts), abs=1e-6)
 
 
