@@ -32,7 +32,7 @@ VLLM_ITSELF = 82 * 2**20  # in its share beside what has a line: 72 MiB outside 
 GRAPHS_BESIDE_TORCH = round(0.13 * GIB)
 SLACK = round(0.05 * GIB)
 SLACK_WITH_CHECKPOINTING = round(0.19 * GIB)
-SLACK_WITH_SLEEP = round(0.73 * GIB)  # blocks of the training pass that stand while vLLM generates: from one run
+SLACK_WITH_SLEEP = 0.33  # of the activations, beside that: torch's blocks without expandable segments, fitted to one run
 UNSLOTHS_OWN = 70 * 2**20
 GENERATE_COPIES = 3.3  # of generate()'s cache, at its peak: from two runs without vLLM, 1.16 GiB for Qwen3-4B's 0.35
 
@@ -119,7 +119,8 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
     # what generates has given back its tensors when training begins; vLLM's cache stays
     kv_now, kv_kind = kv, "computed"
     if config.vllm_enable_sleep_mode:
-        kv_now, of_kv, slack = max(kv - training, 0), f"given back while training: {of_kv}", SLACK_WITH_SLEEP
+        kv_now, of_kv = max(kv + profile - training, 0), f"given back while training: {of_kv}"
+        slack += round(SLACK_WITH_SLEEP * activations)
     if not vllm:
         kv, kv_kind = GENERATE_COPIES * kv, "estimated"
         kv_now, of_kv = max(kv - training, 0), f"generate()'s, with copies, also in evaluations: {of_kv}"
@@ -138,7 +139,8 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
         line("activations", "activations", activations, "estimated", f"{of_inputs}, {tokens:,} tokens in one pass"),
         line("logits", "logits chunk", logits, "estimated", of_logits, logits_on_top),
         line("vllm_activations", "vLLM's activations", profile, "estimated",
-             f"{PREFILL_TOKENS:,} tokens in prefill, {sequences} sampled, while nothing trains", max(profile - training, 0)),
+             f"{PREFILL_TOKENS:,} tokens in prefill, {sequences} sampled, while nothing trains",
+             0 if config.vllm_enable_sleep_mode else max(profile - training, 0)),
         line("vllm_graphs", "vLLM's CUDA graphs", graph_bytes(config, shape) if vllm else 0, "estimated",
              f"{graph_count(config)} graphs and their pool"),
         line("slack", "allocator slack", slack, "estimated", "torch's blocks that no tensor fills"),
@@ -150,8 +152,12 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
 
 
 def seats(config) -> int:
-    """Sequences that vLLM is set up to decode at once (max_num_seqs)."""
-    return max(16, config.rollout_batch)
+    """Sequences that vLLM is set up to decode at once (max_num_seqs).
+
+    Not 256, which is Unsloth's word for as many as it sees fit: 96 of a share of 37 GiB (unsloth_zoo 2026.10.9, vllm_utils.py).
+    """
+    most = max(16, config.rollout_batch)
+    return most + (most == 256)
 
 
 def unsloths_longest(config, shape: Shape, share: float) -> int:

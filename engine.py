@@ -94,10 +94,9 @@ def vllm_arguments(config, shape: shapes.Shape | None, plan: budget.Plan | None,
     """What turns Unsloth's loader into a loader with vLLM: its share of the card, how many sequences it decodes, and 8 bits.
 
     The share is the plan's; Unsloth multiplies it by `free_gib`, what is free on the card, so it is handed over as a share
-    of that. 256 sequences are its word for as many as it sees fit, 96 of a share of 37 GiB, so one more is asked for.
+    of that.
     """
     sequences = budget.seats(config)
-    sequences += sequences == 256
     share_gib = plan.share_gib if plan else config.gpu_memory_utilization * (config.vram_limit_gib or gpu.total_gib)
     return {
         "fast_inference": True,
@@ -160,6 +159,13 @@ def check(engine, config) -> None:
             f"vLLM has room for sequences of {length} tokens, and prompt and completion take {config.max_seq_length}: a larger "
             f"--kv-cache-gib (now {config.kv_cache_gib:g}), or a smaller --max-completion-length"
         )
+
+
+def fewer_seats(engine, config) -> str | None:
+    """In words, that vLLM decodes fewer sequences at once than a rollout has, as after Unsloth's second try at a start."""
+    seats = engine.llm_engine.vllm_config.scheduler_config.max_num_seqs
+    if seats < config.rollout_batch:
+        return f"vLLM decodes {seats} sequences at once, a rollout has {config.rollout_batch}: the others wait for their turn"
 
 
 def leave_process_group() -> None:

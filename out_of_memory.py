@@ -86,16 +86,17 @@ class Memory:
         return self.others_gib + max(self.rest_gib - OWN_GIB, 0)
 
 
-def measure(gpu, peak, kv_cache_gib: float = 0) -> Memory | None:
+def measure(gpu, peak, kv_cache_gib: float = 0, sleeps: bool = False) -> Memory | None:
     """Who holds the card now; `gpu` is gpu.Gpu, `peak` gpu.PeakMemory. Never raises: None without a card or a figure.
 
-    A cache that sleeps is in torch's counters, and not on the card: more than there is on it, so it is taken off.
+    `sleeps`: vLLM's cache may be in torch's counters and not on the card. It is where torch's blocks and a CUDA context, which
+    takes 0.7 GiB, are more than there is.
     """
     try:
         cuda = sys.modules["torch"].cuda
         tensors, reserved = cuda.memory_allocated() / GIB, cuda.memory_reserved() / GIB
         used = gpu.used_gib()
-        if reserved > used - peak.start_gib:
+        if sleeps and reserved + 0.6 > used - peak.start_gib:
             tensors, reserved, kv_cache_gib = tensors - kv_cache_gib, reserved - kv_cache_gib, 0.0
         return Memory(gpu.total_gib, used, peak.start_gib, tensors, reserved, kv_cache_gib)
     except Exception:  # after a CUDA error anything may fail

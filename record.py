@@ -242,8 +242,11 @@ class Record:
         self.journal.put("table", columns=columns, file="memory.json")
         self.journal.put("table", columns=counters, file="memory_phases.json")
 
-    def memory(self, peak, phases) -> str:
-        """Log the peaks, and say them: torch's counter (its live tensors), and the whole card's, from NVML."""
+    def memory(self, peak, phases, sleeps: bool) -> str:
+        """Log the peaks, and say them: torch's counter (its live tensors), and the whole card's, from NVML.
+
+        `sleeps`: vLLM's cache leaves the card between rollouts, though not torch's counters.
+        """
         if peak is None:
             from progress import memory_gib
 
@@ -257,7 +260,7 @@ class Record:
             "vram_peak_nvml_gib": peak.peak_gib,
             "vram_before_nvml_gib": peak.start_gib,
         })  # fmt: skip
-        asleep = ", which count vLLM's cache while it sleeps" if reserved_gib > peak.peak_gib - peak.start_gib else ""
+        asleep = ", which count vLLM's cache while it sleeps" if sleeps else ""
         return (
             f"peak VRAM {torch_gib:.2f} GiB in torch's tensors, {reserved_gib:.2f} in its blocks{asleep}, "
             f"{peak.peak_gib:.2f} on the card ({peak.start_gib:.2f} at the start)"

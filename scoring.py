@@ -8,9 +8,9 @@ def in_training_batches(trainer) -> None:
 
     By itself Unsloth scores all rows of a rollout at once, or, told to make more passes, pads them to the longest: it packs
     only what fits one pass. Where a packed pass is too much, its rows go one by one. The pass with most tokens goes first:
-    Unsloth spends a second on checking one against its rows whenever it is longer than all before. The method is TRL's, and
-    Unsloth's replacement returns columns from the longest prompt's end on, so that a part may lack columns on the left,
-    which belong to prompts: read in TRL 1.15.0 and unsloth 2026.10.9.
+    Unsloth spends a second on checking one against its rows whenever it, or its longest row, is longer than all before. The
+    method is TRL's, and Unsloth's replacement returns columns from the longest prompt's end on, so that a part may lack
+    columns on the left, which belong to prompts: read in TRL 1.15.0 and unsloth 2026.10.9.
     """
     score, args = trainer._get_per_token_logps_and_entropies, trainer.args
 

@@ -295,7 +295,7 @@ def main(arguments: list[str] | None = None) -> None:
                 status, code = "KILLED", 128 + error.signum
                 console.say(f"stopped by {error}")
             else:
-                memory = out_of_memory.measure(gpu, peak, run.kv_cache_gib)
+                memory = out_of_memory.measure(gpu, peak, run.kv_cache_gib, config.vllm_enable_sleep_mode)
                 explanation = out_of_memory.what_failed(error, config, console.doing, memory)
                 run.failure(error, explanation)
                 if isinstance(error, checks.Refused) and not stop.began:
@@ -333,7 +333,7 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     import unsloth  # noqa: F401, isort: skip
 
     import torch
-    from transformers import AutoTokenizer, set_seed
+    from transformers import set_seed
     from trl import GRPOConfig
 
     from held_out import HeldOut
@@ -341,8 +341,9 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     from progress import Progress
     from vram import Meter
 
-    gc.freeze()  # what is imported stays, and need not be looked at again
-    gc.enable()
+    if not gc.isenabled():
+        gc.freeze()  # what is imported stays; vLLM looks at it once more, and freezes it again
+        gc.enable()
     phases = Phases(gpu is not None, console.say)
     stop.raise_if_asked()
     if gpu and not torch.cuda.is_available():
@@ -350,9 +351,8 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
 
     # data: problems with prompts that fit, in the order of training
     console.doing = "loading the model"
-    models.read_tokenizers_once()
     name = models.resolve_model(config.model, config.load_in, gpu)
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer = models.read_tokenizer(name)
     drawn = len(train_set)
     train_set = drop_long_prompts(train_set, tokenizer, config, "training", config.prompts_per_rollout, console)
     if held_out:
@@ -362,11 +362,13 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     # model: the frozen base, with vLLM beside it where wanted, and a LoRA on its seven projections
     shape, plan = engine.memory_plan(config, gpu, name, peak.free_gib) if gpu else (None, None)  # of the very copy that loads
     run.plan(plan)
-    meter = Meter(gpu, peak, phases, plan, console.say)
+    meter = Meter(gpu, peak, phases, plan, console.say, sleeps=config.vllm_enable_sleep_mode)
     if config.fast_inference:
         meter.watch_engine()
     with engine.bounded_start(console, run, config.vllm_start_timeout) if config.fast_inference else contextlib.nullcontext():
         model, tokenizer = load_model(config, gpu, name, shape, plan)
+    if config.fast_inference and (fewer := engine.fewer_seats(model.vllm_engine, config)):
+        console.say(fewer)
     meter.at("model")
     stop.raise_if_asked()
     model = attach_lora(config, model)
@@ -414,7 +416,7 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     stop.raise_if_asked()
     if evaluation:
         evaluation.after(trainer.state.global_step, adapter_dir)
-    console.say(run.memory(peak, phases))
+    console.say(run.memory(peak, phases, config.vllm_enable_sleep_mode))
 
 
 def load_model(config: Config, gpu, name: str, shape, plan):
@@ -456,7 +458,7 @@ def attach_lora(config: Config, model):
 
 
 if __name__ == "__main__":
-    gc.disable()  # until all is imported: of a million new objects nothing is garbage, and looking for it takes seconds
+    gc.disable()  # until all is imported: of 600,000 new objects hardly one is garbage, and looking for it takes seconds
     open_closed_streams()
     try:
         main()

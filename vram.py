@@ -26,11 +26,12 @@ class Meter:
 
     `gpu` is gpu.Gpu, `peak` gpu.PeakMemory, `phases` phases.Phases, `say` prints a line; without a plan (on a CPU) nothing is
     measured. `points` are the counters after each phase of the start, by name: what the card holds for this process (NVML,
-    above what it held before, so others must not come or go), torch's tensors, torch's blocks.
+    above what it held before, so others must not come or go), torch's tensors, torch's blocks. `sleeps`: vLLM gives its cache
+    back between rollouts.
     """
 
-    def __init__(self, gpu, peak, phases, plan, say):
-        self.gpu, self.peak, self.phases, self.plan, self.say = gpu, peak, phases, plan, say
+    def __init__(self, gpu, peak, phases, plan, say, sleeps=False):
+        self.gpu, self.peak, self.phases, self.plan, self.say, self.sleeps = gpu, peak, phases, plan, say, sleeps
         self.off = plan is None
         self.points = {}
         self.lines = {}  # by the plan's keys
@@ -114,8 +115,7 @@ class Meter:
         else:
             lines["kv_cache"] = peaks["generation"]
         card, _, reserved = self.points["trained"]
-        sleeps = "vllm_graphs" in lines and self.plan["kv_cache"].counted_gib < self.plan["kv_cache"].gib
-        if sleeps:
+        if self.sleeps:
             card += lines["kv_cache"]
         lines["context"] = card - reserved - beside
         lines["activations"] = peaks["forward_backward"] - lines["gradients"]
@@ -125,9 +125,9 @@ class Meter:
         counted = {**lines, "vllm_activations": 0.0, "logits": self.phases.highest / GIB - peaks["forward_backward"]}
         if "vllm_graphs" not in lines:
             counted["kv_cache"] = 0.0
-        elif sleeps:
+        elif self.sleeps:
             training = counted["gradients"] + counted["activations"] + counted["logits"]
-            counted["kv_cache"] = max(lines["kv_cache"] - training, 0.0)
+            counted["kv_cache"] = max(lines["kv_cache"] + lines["vllm_activations"] - training, 0.0)
         lines["other"] = total - sum(counted.values())
         rows = [row(line.label, line.key, line.gib, lines.get(line.key), line.kind) for line in self.plan.lines if line.gib]
         return [*rows, row("total", "total", self.plan.total_gib, total, "estimated")]

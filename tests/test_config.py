@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pynvml
 import pytest
 
+import budget
 import checkpoints
 import checks
 import command_line
@@ -19,7 +20,7 @@ from checks import Refused, check_gpu
 from conftest import ROOT, refused, refused_in_this_process, train
 from data import in_order
 from engine import check as check_engine
-from engine import memory_plan, vllm_arguments
+from engine import fewer_seats, memory_plan, vllm_arguments
 from gpu import Gpu, find_gpu
 from train import PRESETS, Config
 
@@ -319,6 +320,7 @@ def test_share_is_of_what_is_free_and_leaves_room_for_training(qwen3_4b):
     # 256 is Unsloth's own default, in whose place it puts a number of its own
     arguments, _ = share(dataclasses.replace(eight, steps_per_generation=32), card(total_gib=139.8), 139.0, 138.4)
     assert arguments["max_num_seqs"] == 257
+    assert budget.graph_sizes(dataclasses.replace(eight, steps_per_generation=32))[-2:] == [256, 257]
 
 
 @pytest.mark.parametrize(
@@ -373,6 +375,15 @@ def test_an_engine_cut_to_shorter_sequences_is_refused(length):
     engine = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=limits))
     with pytest.raises(Refused, match=rf"sequences of {length} tokens, and prompt and completion take 1024"):
         check_engine(engine, PRESETS["qwen3-4b"])
+
+
+def test_an_engine_with_fewer_seats_than_a_rollout_says_so():
+    scheduler = SimpleNamespace(max_num_seqs=48)
+    engine = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(scheduler_config=scheduler)))
+    said = fewer_seats(engine, PRESETS["qwen3-4b"])
+    assert said == "vLLM decodes 48 sequences at once, a rollout has 64: the others wait for their turn"
+    scheduler.max_num_seqs = 64
+    assert fewer_seats(engine, PRESETS["qwen3-4b"]) is None
 
 
 @pytest.mark.parametrize(

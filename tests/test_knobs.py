@@ -292,28 +292,61 @@ def test_one_model_learns_again_and_again(folder, tmp_path, monkeypatch, capsys)
     assert (tmp_path / "learn.png").stat().st_size > 10_000
 
 
-def test_a_tokenizer_is_read_once_and_each_gets_its_own(folder, monkeypatch):
-    """The calls are those that Unsloth makes, twice, and vLLM; Llama's old conversion heeds `legacy`, so it is read anew."""
-    reads = []
-    read = AutoTokenizer.from_pretrained
+@pytest.fixture
+def reads(monkeypatch):
+    """Names and arguments of what transformers really reads; what was patched is put back afterwards."""
+    read, reads = AutoTokenizer.from_pretrained, []
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *args, **named: reads.append(named) or read(*args, **named))
-    models.read_tokenizers_once()
-    first = AutoTokenizer.from_pretrained(folder)
+    return reads
+
+
+def test_a_tokenizer_is_read_once_and_each_gets_its_own(folder, reads):
+    """The calls are those that Unsloth makes, twice, and vLLM."""
+    lab = models.read_tokenizer(folder)
     slow = AutoTokenizer.from_pretrained(folder, model_max_length=7, padding_side="right", token=None, use_fast=False,
                                          legacy=False, from_slow=True, cache_dir=None, revision=None)  # fmt: skip
     vllms = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, revision=None, truncation_side="left")
-    assert len(reads) == 1
+    assert reads == [{}]
     assert (slow.model_max_length, slow.padding_side, vllms.truncation_side) == (7, "right", "left")
-    slow.pad_token = "<|im_start|>"
-    whole = read(folder)
-    for tokenizer in (first, vllms):
-        assert type(tokenizer) is type(whole) and vars(tokenizer).keys() == vars(whole).keys()
-        assert (tokenizer.pad_token, tokenizer.model_max_length) == (whole.pad_token, whole.model_max_length)
-        assert tokenizer("12 + 30").input_ids == whole("12 + 30").input_ids and len(tokenizer) == len(whole)
-    # padding for one does not reach the next, though they share the vocabulary
-    assert len(first(["1", "1 + 2 + 3"], padding=True).input_ids[0]) > len(vllms(["1", "1 + 2 + 3"]).input_ids[0])
-    AutoTokenizer.from_pretrained(folder, revision="other")
-    assert len(reads) == 2 and reads[1] == {"revision": "other"}
-    monkeypatch.setattr(type(first), "legacy", True, raising=False)
+    assert type(slow) is type(vllms) is type(lab) and vars(vllms).keys() == vars(lab).keys()
+    # what one changes, its vocabulary too, the others do not see
+    slow.add_special_tokens({"pad_token": "<a new one>"})
+    slow(["1", "1 + 2 + 3"], padding=True)
+    for tokenizer in (lab, vllms):
+        assert len(tokenizer) == len(slow) - 1 and tokenizer.pad_token != slow.pad_token
+        assert [len(ids) for ids in tokenizer(["1", "1 + 2 + 3"]).input_ids] == [1, 7]
+    assert AutoTokenizer.from_pretrained(folder).pad_token == lab.pad_token
+
+
+@pytest.mark.parametrize("named", [{"revision": "main"}, {"clean_up_tokenization_spaces": False}, {"add_bos_token": False}])
+def test_a_tokenizer_that_is_asked_for_otherwise_is_read_anew(named, folder, reads):
+    models.read_tokenizer(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **named)
+    assert reads == [{}, named]
+    assert getattr(tokenizer, "clean_up_tokenization_spaces", None) is not True or "clean_up_tokenization_spaces" not in named
+
+
+def test_another_tokenizer_and_one_that_heeds_legacy_are_read_anew(folder, reads, monkeypatch, tmp_path):
+    tokenizer = models.read_tokenizer(folder)
+    tokenizer.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tmp_path)
+    monkeypatch.setattr(type(tokenizer), "legacy", True, raising=False)
     AutoTokenizer.from_pretrained(folder, legacy=False)
-    assert len(reads) == 3
+    assert reads == [{}, {}, {"legacy": False}]
+
+
+def test_unsloth_keeps_the_token_that_begins_a_text(folder, reads, tmp_path):
+    """It sets add_bos_token on its own tokenizer, which rewrites what is put around a text, and looks whether that is right."""
+    from tokenizers.processors import TemplateProcessing
+    from unsloth.tokenizer_utils import load_correct_tokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    first = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", pair="<|im_start|> $A $B", special_tokens=[("<|im_start|>", first)]
+    )
+    tokenizer.save_pretrained(tmp_path)
+    untouched = load_correct_tokenizer(str(tmp_path))("1").input_ids
+    lab = models.read_tokenizer(str(tmp_path))
+    assert load_correct_tokenizer(str(tmp_path))("1").input_ids == untouched
+    assert lab("1").input_ids == untouched and untouched[0] == first

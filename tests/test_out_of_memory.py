@@ -203,8 +203,12 @@ def test_measure_never_raises(monkeypatch):
     assert out_of_memory.measure(card, SimpleNamespace(start_gib=1.0)) is None  # NVML is not there
     monkeypatch.setattr(Gpu, "used_gib", lambda self: 9.0)
     assert out_of_memory.measure(card, SimpleNamespace(start_gib=1.0), 2.5) == Memory(16.0, 9.0, 1.0, 3.0, 4.0, 2.5)
-    monkeypatch.setattr(Gpu, "used_gib", lambda self: 3.5)  # less than torch holds, by its own account: vLLM's cache sleeps
-    assert out_of_memory.measure(card, SimpleNamespace(start_gib=1.0), 2.5) == Memory(16.0, 3.5, 1.0, 0.5, 1.5, 0.0)
+    # vLLM's cache of 2.5 GiB is in torch's 4: awake, or asleep, when the card holds less than those and a context
+    used = [5.7, 3.5, 3.5]
+    monkeypatch.setattr(Gpu, "used_gib", lambda self: used.pop(0))
+    assert out_of_memory.measure(card, SimpleNamespace(start_gib=1.0), 2.5, True) == Memory(16.0, 5.7, 1.0, 3.0, 4.0, 2.5)
+    assert out_of_memory.measure(card, SimpleNamespace(start_gib=1.0), 2.5, True) == Memory(16.0, 3.5, 1.0, 0.5, 1.5, 0.0)
+    assert out_of_memory.measure(card, SimpleNamespace(start_gib=1.0), 2.5) == Memory(16.0, 3.5, 1.0, 3.0, 4.0, 2.5)
 
 
 # vLLM's refusals, raised by its own functions
