@@ -56,7 +56,10 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="benchmark.py", description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("compare", "scale", "learn"):
-        command = commands.add_parser(name, allow_abbrev=False)
+        others = (
+            "Flags of train.py (--model, --preset, ...) come after these, or after --; those that it sets itself are refused."
+        )
+        command = commands.add_parser(name, allow_abbrev=False, epilog=others)
         command.add_argument("--out", help="folder for figures and pictures; by itself a new one in benchmarks/")
         if name == "compare":
             command.add_argument("runs", nargs="+", metavar="FLAGS", help="a run's flags, as one argument with a space")
@@ -65,7 +68,8 @@ def main(arguments: list[str]) -> None:
             command.add_argument("--least", type=int, default=5, help="steps that count at least, after the first three")
         elif name == "scale":
             points = [*range(len(POINTS))]
-            command.add_argument("--only", type=int, nargs="+", default=points, choices=points, help="points to measure")
+            which = "points to measure, in the order of README.md's table"
+            command.add_argument("--only", type=int, nargs="+", default=points, choices=points, help=which)
         else:
             command.add_argument("--seeds", type=int, default=3, help="paired seeds, 2 to 10, from --seed on")
             command.add_argument("--rollout", type=int, nargs="+", default=[8], help="groups a rollout, each against one")
@@ -281,7 +285,8 @@ class Lab:
         if gpu:
             os.environ["CUDA_VISIBLE_DEVICES"] = gpu.cuda_name
             os.environ.update(engine.environment(config))
-        import unsloth  # noqa: F401, isort: skip
+        if not (gpu and config.plain):
+            import unsloth  # noqa: F401, isort: skip
 
         name = models.resolve_model(config.model, config.load_in, gpu)
         self.shape, plan = engine.memory_plan(config, gpu, name, gpu.free_gib()) if gpu else (None, None)
@@ -329,7 +334,7 @@ class Lab:
         problems = drop_long_prompts(problems, self.tokenizer, config, "training", config.prompts_per_rollout, self)
         with tempfile.TemporaryDirectory() as folder:
             arguments = grpo_arguments(config, Path(folder), on_gpu=self.gpu is not None)
-            trainer = trainer_class(self.gpu)(
+            trainer = trainer_class(config, self.gpu)(
                 model=self.model,
                 processing_class=self.tokenizer,
                 reward_funcs=[checks.strict(reward) for reward in self.task.REWARDS],
@@ -338,7 +343,7 @@ class Lab:
                 callbacks=[Clock()],
             )
             trainer.remove_callback(PrinterCallback)
-            make_ready(trainer, self.gpu)
+            make_ready(config, trainer, self.gpu)
             phases.attach(trainer)
             trainer.train()
         del trainer

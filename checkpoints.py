@@ -97,6 +97,8 @@ def read_facts(folder: Path) -> dict:
     facts["config"] = {name: tuple(v) if isinstance(v, list) else v for name, v in facts["config"].items()}
     if "load_in_4bit" in facts["config"]:  # written before there was load_in
         facts["config"]["load_in"] = "4bit" if facts["config"].pop("load_in_4bit") else "16bit"
+    if "fast_inference" in facts["config"]:  # or backend
+        facts["config"]["backend"] = "vllm" if facts["config"].pop("fast_inference") else "unsloth"
     for name, value in (("steps_per_generation", None), ("lean_decode", False)):  # as it was before there were these
         facts["config"].setdefault(name, value)
     return facts

@@ -46,10 +46,16 @@ def check_config(config) -> None:
             raise Refused(f"{flag(name)} {getattr(config, name)}: must be a positive number")
     if config.kv_cache_gib > 1e5:
         raise Refused(f"--kv-cache-gib {config.kv_cache_gib:g}: no card has so much; the qwen3-4b preset's is 7.5")
-    for name in ("top_p", "gpu_memory_utilization"):
+    for name in ("top_p", "min_p", "gpu_memory_utilization"):
         if getattr(config, name) is not None and not 0 < getattr(config, name) <= 1:
             raise Refused(f"{flag(name)} {getattr(config, name)}: a share, above 0 and at most 1")
-    if Path(config.run_name).name != config.run_name:
+    for name in ("run_name", "experiment", "output_dir", "task", "model"):
+        if not getattr(config, name).isprintable():  # bytes that are no UTF-8 become surrogates, which no record can hold
+            raise Refused(f"{flag(name)} {ascii(getattr(config, name))}: bytes that are no text; give a name in UTF-8")
+    for name in ("experiment", "output_dir"):
+        if not getattr(config, name):
+            raise Refused(f"{flag(name)} '': must not be empty; without the flag it is {getattr(type(config)(), name)}")
+    if not config.run_name or Path(config.run_name).name != config.run_name:
         raise Refused(f"--run-name {config.run_name!r}: it becomes the name of one folder, so it is not empty and has no slash")
     if len(config.run_name.encode()) > 200:
         raise Refused(f"--run-name of {len(config.run_name.encode())} bytes: it becomes the name of a folder; at most 200")
@@ -69,11 +75,13 @@ def check_config(config) -> None:
     if not config.fast_inference:
         for name in ("vllm_importance_sampling_correction", "gpu_memory_utilization", "vllm_enable_sleep_mode"):
             if getattr(config, name):
-                raise Refused(f"{flag(name)} {getattr(config, name)}: it is about vLLM; add --fast-inference or leave it away")
+                raise Refused(f"{flag(name)} {getattr(config, name)}: it is about vLLM; add --backend vllm or leave it away")
         if config.kv_cache_dtype != "auto":
-            raise Refused(f"--kv-cache-dtype {config.kv_cache_dtype}: it is about vLLM; add --fast-inference or leave it away")
+            raise Refused(f"--kv-cache-dtype {config.kv_cache_dtype}: it is about vLLM; add --backend vllm or leave it away")
         if config.load_in == "fp8":
-            raise Refused("--load-in fp8: vLLM makes these weights; add --fast-inference on a GPU, or --load-in 4bit or 16bit")
+            raise Refused("--load-in fp8: vLLM makes these weights; add --backend vllm on a GPU, or --load-in 4bit or 16bit")
+    if config.use_cuda_graph and config.backend != "paged":
+        raise Refused("--use-cuda-graph: it is about --backend paged; vLLM has graphs of its own, generate() none")
     unknown = [name for name in config.target_modules if name not in PROJECTIONS]
     if unknown or not config.target_modules:
         wrong = " ".join(unknown) or "(none)"
@@ -86,9 +94,9 @@ def check_machine(config, gpu) -> None:
         if config.fast_inference:
             small = config.preset == "smollm2"
             optim = " --optim adamw_torch_fused" if "8bit" in config.optim else ""
-            without = f"--no-fast-inference{optim}"
+            without = f"--backend unsloth{optim}"
             raise Refused(
-                f"--preset {config.preset} generates with vLLM (--fast-inference), which needs a CUDA GPU; none is visible. "
+                f"--preset {config.preset} generates with vLLM (--backend vllm), which needs a CUDA GPU; none is visible. "
                 "Without one: " + (without if small else f"--preset smollm2; or {without}, if you can wait for a CPU")
             )
         if "8bit" in config.optim:

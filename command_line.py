@@ -10,7 +10,12 @@ from pathlib import Path
 import checkpoints
 from checks import Refused
 
-RENAMED = {"--load-in-4bit": "--load-in 4bit", "--no-load-in-4bit": "--load-in 16bit"}  # each with what it is now
+RENAMED = {  # each with what it is now
+    "--load-in-4bit": "--load-in 4bit",
+    "--no-load-in-4bit": "--load-in 16bit",
+    "--fast-inference": "--backend vllm",
+    "--no-fast-inference": "--backend unsloth",
+}
 
 
 def parse(config_class, presets: dict, arguments: list[str], gpu, program: str = "train.py"):
@@ -19,7 +24,7 @@ def parse(config_class, presets: dict, arguments: list[str], gpu, program: str =
 
     for word in arguments:
         if now := RENAMED.get(word.replace("_", "-")):
-            raise Refused(f"{word}: it is {now} now; --load-in takes 4bit, fp8 and 16bit")
+            raise Refused(f"{word}: it is {now} now; --help lists all")
     # a switch with three states, which tyro has no pair of flags for
     for i, word in enumerate(arguments):
         on = word.replace("_", "-") == "--enable-thinking" and arguments[i + 1 : i + 2] not in (["True"], ["False"], ["None"])
@@ -33,7 +38,7 @@ def parse(config_class, presets: dict, arguments: list[str], gpu, program: str =
     preset = first.preset or ("smollm2" if gpu is None else "qwen3-4b")
     default = presets.get(preset, presets["smollm2"])  # tyro refuses a preset that is none
     if gpu and preset == "smollm2":
-        default = dataclasses.replace(default, fast_inference=True)
+        default = dataclasses.replace(default, backend="vllm")
     if wanted := first.resume_from_checkpoint:
         folder = checkpoints.find(wanted, Path(first.output_dir or default.output_dir))
         default = checkpoints.config_of(folder, default)

@@ -17,7 +17,9 @@ class Console:
         self.doing = "starting"
         self.kept = os.dup(1), os.dup(2)
         self.screen = os.fdopen(os.dup(1), "w", buffering=1, errors="backslashreplace")
-        sys.stdout.reconfigure(line_buffering=True)
+        # what libraries print may be in any script, and a locale that knows none must not end a run
+        sys.stdout.reconfigure(line_buffering=True, encoding="utf-8", errors="backslashreplace")
+        sys.stderr.reconfigure(encoding="utf-8", errors="backslashreplace")
         with open(log, "a") as file:
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)

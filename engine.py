@@ -17,17 +17,19 @@ def memory_plan(config, gpu: Gpu, model: str, free_gib: float) -> tuple[shapes.S
     """The shape of a model folder or hub id, and the budget of a run with it where so much of the card is free.
 
     Refuses what cannot fit, with the nearest that does; --force lets pass what might. A model that there is no plan for goes
-    without, where vLLM's share is given by hand or vLLM is not used.
+    without, where vLLM's share is given by hand or vLLM is not used; so does one that is trained without Unsloth.
     """
     try:
         shape = shapes.shape_of(models.shape_source(model, config.load_in))
     except shapes.NotPlanned as error:
         if config.fast_inference and not config.gpu_memory_utilization:
-            by_hand = "give vLLM's share by hand (--gpu-memory-utilization 0.5), or --no-fast-inference"
+            by_hand = "give vLLM's share by hand (--gpu-memory-utilization 0.5), or --backend unsloth"
             raise Refused(f"{error}.\nWithout a plan: {by_hand}") from None
         check_precision(config, None, gpu.name, gpu.compute_capability)
         return None, None
     check_precision(config, shape, gpu.name, gpu.compute_capability)
+    if config.plain:  # the plan is of Unsloth's passes
+        return shape, None
     usable_gib = min(config.vram_limit_gib or math.inf, free_gib)
     found = budget.refusal(config, shape, usable_gib, gpu.total_gib, gpu.compute_capability)
     if found and not (config.force and found[1]):
@@ -141,7 +143,7 @@ def bounded_start(console, run, seconds: float):
     """While the model loads with vLLM: after so many seconds the run is closed as FAILED, and ends."""
 
     def give_up():
-        text = f"vLLM has not started within {seconds:g} s (--vllm-start-timeout); try again, or --no-fast-inference"
+        text = f"vLLM has not started within {seconds:g} s (--vllm-start-timeout); try again, or --backend unsloth"
         console.say(f"failed in {console.doing}: {text}")
         console.say(f"where it hangs: {run.run_dir / 'train.log'}")
         run.failure(TimeoutError(text), "")

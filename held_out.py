@@ -120,7 +120,7 @@ def answer_with_transformers(config, model, tokenizer, prompts, adapter_dir) -> 
         model.load_adapter(str(adapter_dir), adapter_name="saved")
         model.set_adapter("saved")
         model.delete_adapter("default")  # what answers now can only be what was read
-    model.for_inference()
+    model.for_inference() if hasattr(model, "for_inference") else model.eval()  # Unsloth's, or plain PEFT
     answers = []
     for i in range(0, len(prompts), EVALUATED_AT_ONCE):
         rows = prompts[i : i + EVALUATED_AT_ONCE]
@@ -130,7 +130,7 @@ def answer_with_transformers(config, model, tokenizer, prompts, adapter_dir) -> 
         for row in tokens[:, batch["input_ids"].shape[1] :].tolist():
             end = row.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in row else len(row)
             answers.append(row[:end])  # without the padding after the end
-    model.for_training()
+    model.for_training() if hasattr(model, "for_training") else model.train()
     return answers
 
 

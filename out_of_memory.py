@@ -239,7 +239,7 @@ def knobs(config, names: str, memory: Memory | None, on_card: bool = True) -> li
     about_vllm |= {"load_in": "4bit"} if config.load_in == "fp8" else {}
     changes = {
         "cache": vllm and smaller_cache(config, memory),
-        "no_vllm": vllm and {"fast_inference": False, **{k: v for k, v in about_vllm.items() if getattr(config, k) != v}},
+        "no_vllm": vllm and {"backend": "unsloth", **{k: v for k, v in about_vllm.items() if getattr(config, k) != v}},
         "four_bit": on_card and config.load_in != "4bit" and {"load_in": "4bit"},
         "model": config.model != EMBEDDED and {"model": None},
         "checkpointing": not config.gradient_checkpointing and {"gradient_checkpointing": True},

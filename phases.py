@@ -4,6 +4,7 @@ The parts are methods of TRL's trainer, which has no public place to measure the
 """
 
 import functools
+import sys
 import time
 
 import psutil
@@ -118,13 +119,13 @@ class Phases:
 
     @harmless
     def attach(self, trainer) -> None:
-        """Measure a trainer's methods; on a GPU also the logits, which Unsloth makes in an operator of its own.
+        """Measure a trainer's methods; with Unsloth on a GPU also the logits, which it makes in an operator of its own.
 
         Its table of implementations is internal: read in unsloth_zoo 2026.10.9, fused_losses/fused_linear.py.
         """
         for name, part in METHODS.items():
             setattr(trainer, name, self.timed(part, getattr(trainer, name)))
-        if self.on_gpu:
+        if self.on_gpu and "unsloth" in sys.modules:
             from unsloth_zoo.fused_losses import fused_linear
 
             for name in ("lp_impl", "lp_bwd_impl"):

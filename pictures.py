@@ -216,6 +216,29 @@ def scale(data: dict) -> Figure:
     return figure
 
 
+def backends(data: dict) -> Figure:
+    """Reward, KL, answer length and seconds over steps, a line for each back end: `data` has their series by name.
+
+    A series has `step`, `reward`, `KL`, `completion length` and `seconds a step`, with None where nothing was logged.
+    """
+    figure = Figure(figsize=(11, 7), dpi=110, layout="constrained")
+    panels = figure.subplots(2, 2, sharex=True).flat
+    for axes, title in zip(panels, ("reward", "KL", "completion length", "seconds a step")):
+        for i, (name, series) in enumerate(data.items()):
+            colour, marker, style = CURVES[i % len(CURVES)]
+            points = [(x, y) for x, y in zip(series["step"], series[title]) if is_number(y)]
+            if points:
+                axes.plot(*zip(*points), linestyle=style, marker=marker, color=colour, markersize=5, label=name)
+        axes.set_title(title, fontsize=TEXT)
+        axes.tick_params(labelsize=TEXT - 1)
+        axes.grid(color=LIGHT, alpha=0.4)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_yscale("log")
+    lines = max((panel.get_lines() for panel in figure.axes), key=len)
+    legend_above(figure, lines)
+    return figure
+
+
 def learning(data: dict) -> Figure:
     """Held-out accuracy over trained completions and over seconds of training: `curves` of single seeds, and their means.
 

@@ -131,10 +131,10 @@ class Progress(TrainerCallback):
         return statistics.mean(self.seconds[-self.config.steps_per_rollout :])
 
     def eta(self, left: int) -> int:
-        """Seconds for so many steps; the first rollout compiles and warms up, so it says little about those to come."""
+        """Seconds for so many steps, by the last rollouts; the first one compiles and warms up, and says little."""
         each = self.config.steps_per_rollout
         rollouts = [statistics.mean(self.seconds[i : i + each]) for i in range(0, len(self.seconds) - each + 1, each)]
-        return round(left * statistics.median(rollouts[1:] or rollouts or [self.seconds_a_step()]))
+        return round(left * statistics.median(rollouts[1:][-5:] or rollouts or [self.seconds_a_step()]))
 
     def line(self, step: int, logs: dict) -> str:
         """Reward, its parts, KL and clipped share where there is one, generated tokens a second over whole steps, memory."""

@@ -38,11 +38,13 @@ from trainer import grpo_arguments, make_ready, trainer_class
 
 PROJECT = Path(__file__).resolve().parent
 
-# unless the environment says otherwise, nothing is reported to anyone, and caches lie together
+# unless the environment says otherwise, nothing is reported to anyone, caches lie together, and threads that wait for each
+# other sleep soon: beside another busy process, two of them on two cores spun away most of the time (docs/pace.md)
 ENVIRONMENT = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "UNSLOTH_DISABLE_STATISTICS": "1",
     "VLLM_NO_USAGE_STATS": "1",
+    "GOMP_SPINCOUNT": "3000",
     "UNSLOTH_COMPILE_LOCATION": str(models.cache_folder() / "unsloth_compiled"),
 }
 
@@ -87,8 +89,9 @@ class Config:
     """Thinking on or off (--enable-thinking, --no-enable-thinking), for templates that have it. None: the template's own."""
 
     # generation
-    fast_inference: bool = True
-    """Generate with vLLM, in this process. smollm2 does so wherever a GPU is visible."""
+    backend: Literal["vllm", "unsloth", "paged", "trl"] = "vllm"
+    """What generates. vllm: in this process, through Unsloth (smollm2's too wherever a GPU is visible); unsloth: Unsloth
+    without vLLM; trl: plain TRL and PEFT with generate(); paged: the same with transformers' continuous batching."""
     max_prompt_length: int = 256
     """Tokens. Problems with longer prompts are left out of the data set, and the count is printed."""
     max_completion_length: int = 768
@@ -99,6 +102,8 @@ class Config:
     """Nucleus sampling; 1 turns it off."""
     top_k: int = 0
     """Sample among the k likeliest tokens; 0 turns it off."""
+    min_p: float | None = None
+    """Sample among tokens at least so likely, as a share of the likeliest one's probability."""
     kv_cache_gib: float = 7.5
     """GiB for vLLM's KV cache; its share of the card is worked out from this, the weights and the graphs."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
@@ -114,6 +119,10 @@ class Config:
     """Seconds for loading the model and starting vLLM, downloads not counted; a start that hangs is ended then."""
     vram_limit_gib: float | None = None
     """Hold the process to so much of the card, CUDA context included: a smaller card, imitated."""
+    use_cuda_graph: bool = False
+    """With paged, on a GPU: decode in CUDA graphs."""
+    torch_compile: bool = False
+    """Compile the training forward pass (transformers' flag)."""
     force: bool = False
     """Start although the memory plan (budget.py) says that it cannot fit."""
 
@@ -181,6 +190,16 @@ class Config:
     """Steps between samples on the screen and in the record; 0 for none."""
 
     @property
+    def fast_inference(self) -> bool:
+        """Whether vLLM generates (Unsloth's name for it)."""
+        return self.backend == "vllm"
+
+    @property
+    def plain(self) -> bool:
+        """Whether model and trainer are TRL's and PEFT's, without Unsloth."""
+        return self.backend in ("paged", "trl")
+
+    @property
     def max_seq_length(self) -> int:
         """Tokens in the longest prompt with the longest completion."""
         return self.max_prompt_length + self.max_completion_length
@@ -230,7 +249,7 @@ PRESETS = {
         worked_examples=1,
         system="Answer with an integer between <ans> and </ans>.",
         load_in="16bit",
-        fast_inference=False,
+        backend="unsloth",
         gradient_checkpointing=False,
         max_prompt_length=128,
         max_completion_length=20,
@@ -320,7 +339,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console, run, peak, stop: Stop, origin) -> None:
     """Load, evaluate, train, save, evaluate what was saved."""
-    # Unsloth comes first, since it patches what the others import
+    # Unsloth comes first, since it patches what the others import; on a CPU plain TRL needs one of its patches too
     console.say(f"loading {config.model}, a minute or two; the libraries talk to {run_dir / 'train.log'}")
     if origin:
         console.say(f"going on from {config.resume_from_checkpoint}; changed: {', '.join(origin['changes']) or 'nothing'}")
@@ -330,7 +349,8 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     if gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu.cuda_name  # one process, one card
         os.environ.update(engine.environment(config))
-    import unsloth  # noqa: F401, isort: skip
+    if not (gpu and config.plain):
+        import unsloth  # noqa: F401, isort: skip
 
     import torch
     from transformers import set_seed
@@ -380,7 +400,7 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     evaluation = HeldOut(config, task, model, tokenizer, held_out, run_dir, run, console, facts) if held_out else None
     progress = Progress(config, task, console, peak, run_dir, run, stop, facts, evaluation,
                         can_think(config, tokenizer), phases, meter, roofline.pace(config, shape, gpu))  # fmt: skip
-    trainer = trainer_class(gpu)(
+    trainer = trainer_class(config, gpu)(
         model=model,
         processing_class=tokenizer,
         reward_funcs=[checks.strict(reward) for reward in task.REWARDS],
@@ -388,7 +408,7 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
         train_dataset=in_order(train_set, config),
         callbacks=[progress],
     )
-    make_ready(trainer, gpu)
+    make_ready(config, trainer, gpu)
     phases.attach(trainer)
     run.trainer_arguments(trainer.args)
     run.figures = progress.figures(trainer)
@@ -422,12 +442,17 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
 def load_model(config: Config, gpu, name: str, shape, plan):
     """The frozen base and its tokenizer, with vLLM in this process where wanted, and no more of the card than is allowed."""
     import torch
-    from unsloth import FastLanguageModel
 
     if gpu:
         engine.use_one_thread()
     if gpu and config.vram_limit_gib:
         engine.hold_to(config.vram_limit_gib, plan)
+    if config.plain:
+        import plain
+
+        return plain.load_model(config, gpu, name)
+    from unsloth import FastLanguageModel
+
     vllm = engine.set_up(config, shape, plan, gpu) if config.fast_inference else {}
     model, tokenizer = FastLanguageModel.from_pretrained(
         model_name=name,
@@ -443,6 +468,10 @@ def load_model(config: Config, gpu, name: str, shape, plan):
 
 def attach_lora(config: Config, model):
     """The model with its trainable part, which begins as no change at all: B is 0."""
+    if config.plain:
+        import plain
+
+        return plain.attach_lora(config, model)
     from unsloth import FastLanguageModel
 
     return FastLanguageModel.get_peft_model(

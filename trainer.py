@@ -3,9 +3,13 @@
 from pathlib import Path
 
 
-def trainer_class(gpu):
-    """TRL's trainer, which Unsloth has patched on a GPU; on a CPU with its passes and its generation made for one."""
-    if gpu:
+def trainer_class(config, gpu):
+    """TRL's trainer for a back end: as Unsloth has patched it on a GPU; on a CPU with passes and generation made for one."""
+    if config.backend == "paged":
+        from paged import PagedTrainer
+
+        return PagedTrainer
+    if gpu or config.backend == "trl":
         from trl import GRPOTrainer
 
         return GRPOTrainer
@@ -14,13 +18,13 @@ def trainer_class(gpu):
     return CPUTrainer
 
 
-def make_ready(trainer, gpu) -> None:
-    """What a new trainer still lacks: on a GPU, passes that a rollout fits into; where beta is above 0, one adapter alone.
+def make_ready(config, trainer, gpu) -> None:
+    """What a new trainer still lacks: with Unsloth on a GPU, passes that a rollout fits into; with a beta, one adapter alone.
 
     TRL adds a copy of the untrained adapter as the reference. The base model is the same, without a second LoRA, and a
     checkpoint that held both would resume with the wrong one.
     """
-    if gpu:
+    if gpu and not config.plain:
         import scoring
 
         scoring.in_training_batches(trainer)
@@ -38,14 +42,23 @@ def grpo_arguments(config, run_dir: Path, on_gpu: bool) -> dict:
         run_name num_generations per_device_train_batch_size gradient_accumulation_steps max_completion_length temperature top_p
         top_k chat_template_kwargs num_iterations beta epsilon loss_type scale_rewards importance_sampling_level
         mask_truncated_completions vllm_importance_sampling_correction learning_rate lr_scheduler_type warmup_steps optim
-        weight_decay max_grad_norm max_steps gradient_checkpointing seed save_steps
+        weight_decay max_grad_norm max_steps gradient_checkpointing seed save_steps min_p torch_compile
     """
+    by_backend = {}
+    if config.backend == "paged":
+        from paged import engine_arguments
+
+        by_backend = {
+            "use_transformers_continuous_batching": True,
+            "transformers_continuous_batching_config": engine_arguments(config, on_gpu),
+        }
+    elif on_gpu and not config.plain:
+        by_backend = {"unsloth_grpo_mini_batch": config.per_device_train_batch_size}
     return dict(
         {name: getattr(config, name) for name in same.split()},
         output_dir=str(run_dir),
         report_to="none",
         steps_per_generation=config.steps_per_generation or config.gradient_accumulation_steps,
-        min_p=None,
         repetition_penalty=1.0,
         epsilon_high=config.epsilon if config.epsilon_high is None else config.epsilon_high,
         adam_beta1=0.9,
@@ -60,5 +73,5 @@ def grpo_arguments(config, run_dir: Path, on_gpu: bool) -> dict:
         log_completions=True,
         num_completions_to_print=1,
         disable_tqdm=True,
-        **({"unsloth_grpo_mini_batch": config.per_device_train_batch_size} if on_gpu else {}),
+        **by_backend,
     )

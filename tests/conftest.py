@@ -132,7 +132,7 @@ def own_task_run(tmp_path_factory, server):
     uri = server.replace("http://", f"http://somebody:{SECRET}@")
     done = train("--task", "my_task.py", "--max-steps", 1, "--num-generations", 2, "--per-device-train-batch-size", 2,
                  "--max-completion-length", 8, "--eval-problems", 2, "--run-name", "mine", "--experiment", "own",
-                 cwd=folder, MLFLOW_TRACKING_URI=uri)  # fmt: skip
+                 cwd=folder, MLFLOW_TRACKING_URI=uri, PYTHONIOENCODING="ascii")  # fmt: skip
     assert done.code == 0, done.stdout + done.stderr
     (run_dir,) = (folder / "outputs").iterdir()
     return SimpleNamespace(done=done, store=server, folder=folder, run_dir=run_dir)

@@ -27,7 +27,7 @@ from train import PRESETS, Config
 
 GIB = 2**30
 QWEN, EIGHT, SMOL = PRESETS["chapter"], PRESETS["qwen3-4b"], PRESETS["smollm2"]  # EIGHT: groups a rollout
-ON_GPU = dataclasses.replace(SMOL, fast_inference=True)
+ON_GPU = dataclasses.replace(SMOL, backend="vllm")
 QWEN3_4B, SMOLLM2 = shapes.SHAPES["qwen3-4b"], shapes.SHAPES["smollm2-135m"]
 NF4 = 1 / 2 + 1 / 64 + 4 / (64 * 256)  # bytes of a weight, with its share of the scales and of their scales
 ONE_LAYER = 100_925_440  # linear parameters of one of Qwen3-4B's 36
@@ -186,7 +186,7 @@ def test_plain_scales_by_hand():
     for changes, size in (
         ({}, plain),
         ({"lean_decode": False}, 2_652_620_032),
-        ({"fast_inference": False}, 2_652_620_032),  # it is vLLM's layers that are joined
+        ({"backend": "unsloth"}, 2_652_620_032),  # it is vLLM's layers that are joined
         ({"load_in": "16bit"}, 8_044_936_192),
         ({"load_in": "fp8"}, 4_416_044_032),
     ):
@@ -277,7 +277,7 @@ def test_8_bits_are_offered_where_the_card_has_them_and_the_plan_fits_then(confi
         ({"load_in": "fp8"}, None, AMPERE, "needs 9.0 (H100, RTX 50 series or newer); --load-in 4bit"),
         ({"load_in": "fp8"}, "fp8", ADA, None),
         ({"load_in": "16bit"}, "fp8", AMPERE, "compute capability 8.6, and its weights in fp8 need 8.9"),
-        ({"load_in": "16bit", "fast_inference": False}, "fp8", AMPERE, None),
+        ({"load_in": "16bit", "backend": "unsloth"}, "fp8", AMPERE, None),
         ({"load_in": "4bit"}, "fp8", AMPERE, None),  # a name on the hub: Unsloth has a copy in 4 bits
         ({"load_in": "fp8"}, "bitsandbytes", HOPPER, "--load-in fp8: unsloth/Qwen3-4B is in 4 bits already; --load-in 4bit"),
         ({"kv_cache_dtype": "fp8"}, None, ADA, None),
@@ -313,8 +313,8 @@ def test_a_folder_in_fp8_is_not_loaded_in_4_bits(config_json, tmp_path):
         ({"optim": "sgd"}, "optimizer", 0),
         ({"target_modules": ("q_proj", "v_proj")}, "gradients", 4 * 36 * 16 * (2560 + 4096 + 2560 + 1024)),
         ({"lora_r": 32}, "gradients", 4 * 2 * 33_030_144),
-        ({"fast_inference": False}, "lora", 4 * 33_030_144),
-        ({"gpu_memory_utilization": 1.0, "fast_inference": True}, "kv_cache", None),
+        ({"backend": "unsloth"}, "lora", 4 * 33_030_144),
+        ({"gpu_memory_utilization": 1.0, "backend": "vllm"}, "kv_cache", None),
     ],
 )
 def test_a_line_follows_its_knob(changes, key, size):
@@ -375,14 +375,14 @@ def test_lean_graphs_are_for_a_rollout_that_thins_out(groups, seats, sizes):
 
 
 def test_without_vllm_there_is_neither_share_nor_graphs():
-    plan = budget.plan(with_values(QWEN, fast_inference=False), QWEN3_4B, 15.46)
+    plan = budget.plan(with_values(QWEN, backend="unsloth"), QWEN3_4B, 15.46)
     assert plan.share_gib == plan["vllm_graphs"].gib == plan["vllm_activations"].gib == 0
     # generate()'s cache is gone when training begins: it counts with what it is larger
     training = plan["activations"].counted_gib + plan["logits"].counted_gib + plan["gradients"].gib
     assert plan["kv_cache"].counted_gib == pytest.approx(plan["kv_cache"].gib - training)
     assert plan["kv_cache"].counted_gib > 0
     assert plan.kv_tokens == 64 * 1024  # an evaluation answers 64 at once
-    assert budget.plan(with_values(QWEN, fast_inference=False, eval_problems=0), QWEN3_4B, 15.46).kv_tokens == 8 * 1024
+    assert budget.plan(with_values(QWEN, backend="unsloth", eval_problems=0), QWEN3_4B, 15.46).kv_tokens == 8 * 1024
 
 
 # lines, as measured
@@ -444,7 +444,7 @@ SITUATIONS = {
     "a large model": (QWEN, "qwen3-8b", 11.63, None),
     "a limit on a large card": (with_values(QWEN, vram_limit_gib=7.5, max_completion_length=1024), "qwen3-4b", 7.5, 139.8),
     "a share by hand": (with_values(QWEN, gpu_memory_utilization=0.9), "qwen3-4b", 15.0, 15.46),
-    "without vLLM": (with_values(QWEN, fast_inference=False), "qwen3-4b", 8.0, None),
+    "without vLLM": (with_values(QWEN, backend="unsloth"), "qwen3-4b", 8.0, None),
     "eight groups a rollout": (EIGHT, "qwen3-4b", 9.5, None),
     "eight groups a rollout, and two passes a step": (
         with_values(EIGHT, num_generations=16, gradient_accumulation_steps=2, steps_per_generation=16), "qwen3-4b", 9.5, None),
@@ -513,7 +513,7 @@ def test_a_suggestion_has_all_its_digits():
 
 @pytest.mark.parametrize("arguments", ["", "--num-generations 2 --per-device-train-batch-size 2 --card h200",
                                        "--gpu-memory-utilization 0.5", "--gradient-accumulation-steps 2", "--preset chapter",
-                                       "--preset chapter --no-fast-inference --eval-problems 8"])  # fmt: skip
+                                       "--preset chapter --backend unsloth --eval-problems 8"])  # fmt: skip
 def test_what_the_headroom_buys_can_be_had_with_the_flags_that_say_so(arguments):
     card = CARDS["h200" if "h200" in arguments else "rtx-5080"]
     words = [word for word in arguments.split() if word not in ("--card", "h200")]
@@ -533,7 +533,7 @@ def test_what_the_headroom_buys_can_be_had_with_the_flags_that_say_so(arguments)
         (QWEN, "qwen3-4b", 15.46, None),
         (with_values(QWEN, load_in="16bit"), "qwen3-4b", 23.51, None),
         (with_values(QWEN, gpu_memory_utilization=0.5), "qwen3-4b", 23.51, None),
-        (with_values(QWEN, fast_inference=False, eval_problems=8), "qwen3-8b", 15.46, None),
+        (with_values(QWEN, backend="unsloth", eval_problems=8), "qwen3-8b", 15.46, None),
         (with_values(QWEN, gradient_checkpointing=False, max_completion_length=256), "qwen3-4b", 23.51, None),
         (with_values(ON_GPU, vram_limit_gib=15.4), "smollm2-135m", 15.4, 139.8),
         (with_values(QWEN, num_generations=4, per_device_train_batch_size=8), "qwen3-1.7b", 11.6, None),
@@ -762,7 +762,7 @@ GOOD = {"model_type": "llama", "vocab_size": 1000, "hidden_size": 64, "intermedi
         ("--load-in 8bit", None, ["'8bit'", "--load-in", "'fp8'"]),
         ("--card rtx-4090 --load-in fp8", None, ["--load-in fp8 on rtx-4090: compute capability 8.9", "--load-in 4bit"]),
         ("--card rtx-3090 --kv-cache-dtype fp8", None, ["--kv-cache-dtype fp8 on rtx-3090: compute capability 8.6"]),
-        ("--load-in fp8 --no-fast-inference", None, ["--load-in fp8: vLLM makes these weights", "--load-in 4bit or 16bit"]),
+        ("--load-in fp8 --backend unsloth", None, ["--load-in fp8: vLLM makes these weights", "--load-in 4bit or 16bit"]),
     ],
 )  # fmt: skip
 def test_what_cannot_be_planned_is_refused_in_one_line(arguments, content, words, tmp_path):
@@ -895,7 +895,7 @@ BATCHES = [  # answers, batch, passes a step, passes a rollout
 @pytest.mark.parametrize("preset", PRESETS)
 def test_suggestions_keep_rollouts_of_whole_steps(preset, card):
     """Whatever is suggested is allowed, and changes the batch of a step or the rollout only where it says so."""
-    card, base = CARDS[card], with_values(PRESETS[preset], fast_inference=True, kv_cache_gib=2.0)
+    card, base = CARDS[card], with_values(PRESETS[preset], backend="vllm", kv_cache_gib=2.0)
     shape, seen = shapes.shape_of(base.model), set()
     for group, batch, steps, passes in BATCHES:
         sizes = dict(num_generations=group, per_device_train_batch_size=batch)
@@ -932,7 +932,7 @@ def test_a_rollout_that_is_too_large_is_what_is_named():
         c for c in budget.nearest(with_values(config, max_steps=104), QWEN3_4B, 15.46, 15.46) if "steps_per_generation" in c
     ]
     assert of_short_run["steps_per_generation"] == 104 < change["steps_per_generation"]
-    without = with_values(EIGHT, fast_inference=False)
+    without = with_values(EIGHT, backend="unsloth")
     (change,) = [c for c in budget.nearest(without, QWEN3_4B, 15.57, 15.57) if "steps_per_generation" in c]
     assert change["eval_problems"] == 8 * change["steps_per_generation"] < 64
     assert budget.works(with_values(without, **change), QWEN3_4B, 15.57)

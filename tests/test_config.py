@@ -62,7 +62,15 @@ def test_help_is_quick_and_names_the_knobs(tmp_path):
             "--steps-per-generation 8 --train-problems 7",
             ["--train-problems 7", "one rollout (--steps-per-generation 8) takes 8 problems"],
         ),
-        ("--vllm-enable-sleep-mode", ["--vllm-enable-sleep-mode", "--fast-inference"]),
+        ("--run-name=", ["--run-name ''", "it is not empty and has no slash"]),
+        ("--experiment=", ["--experiment ''", "without the flag it is p7-grpo"]),
+        ("--output-dir=", ["--output-dir ''", "without the flag it is outputs"]),
+        ("--run-name a\udcff", ["--run-name 'a\\udcff'", "give a name in UTF-8"]),
+        ("--output-dir o\udcff", ["--output-dir 'o\\udcff'", "give a name in UTF-8"]),
+        ("--use-cuda-graph", ["--use-cuda-graph", "--backend paged"]),
+        ("--no-fast-inference", ["--no-fast-inference: it is --backend unsloth now"]),
+        ("--min-p 2", ["--min-p 2.0", "a share, above 0 and at most 1"]),
+        ("--vllm-enable-sleep-mode", ["--vllm-enable-sleep-mode", "--backend vllm"]),
         ("--train-problems 0", ["--train-problems 0", "at least 1"]),
         ("--max-steps 0", ["--max-steps 0", "at least 1"]),
         ("--temperature 0", ["--temperature 0.0", "positive"]),
@@ -83,14 +91,14 @@ def test_help_is_quick_and_names_the_knobs(tmp_path):
         ("--lora-r 1024", ["--lora-r 1024", "512"]),
         ("--loss-type luspo", ["--loss-type luspo", "--importance-sampling-level sequence"]),
         ("--loss-type cispo", ["--loss-type cispo", "--epsilon-high 5"]),
-        ("--preset qwen3-4b", ["--preset qwen3-4b", "CUDA GPU", "--preset smollm2", "--no-fast-inference"]),
-        ("--fast-inference", ["vLLM", "CUDA GPU", "--no-fast-inference"]),
+        ("--preset qwen3-4b", ["--preset qwen3-4b", "CUDA GPU", "--preset smollm2", "--backend unsloth"]),
+        ("--backend vllm", ["vLLM", "CUDA GPU", "--backend unsloth"]),
         ("--vram-limit-gib 15", ["--vram-limit-gib 15", "no GPU"]),
-        ("--gpu-memory-utilization 0.5", ["--gpu-memory-utilization 0.5", "--fast-inference"]),
-        ("--vllm-importance-sampling-correction", ["--vllm-importance-sampling-correction", "--fast-inference"]),
-        ("--load-in fp8", ["--load-in fp8", "--fast-inference on a GPU", "--load-in 4bit or 16bit"]),
-        ("--kv-cache-dtype fp8", ["--kv-cache-dtype fp8", "--fast-inference"]),
-        ("--load-in-4bit", ["--load-in-4bit: it is --load-in 4bit now", "4bit, fp8 and 16bit"]),
+        ("--gpu-memory-utilization 0.5", ["--gpu-memory-utilization 0.5", "--backend vllm"]),
+        ("--vllm-importance-sampling-correction", ["--vllm-importance-sampling-correction", "--backend vllm"]),
+        ("--load-in fp8", ["--load-in fp8", "--backend vllm on a GPU", "--load-in 4bit or 16bit"]),
+        ("--kv-cache-dtype fp8", ["--kv-cache-dtype fp8", "--backend vllm"]),
+        ("--load-in-4bit", ["--load-in-4bit: it is --load-in 4bit now", "it is --load-in 4bit now"]),
         ("--no_load_in_4bit --max-steps 3", ["--no_load_in_4bit: it is --load-in 16bit now"]),
         ("--model nowhere", ["--model nowhere", "no such folder", "smollm2-135m-instruct"]),
         ("--model ./nowhere", ["--model ./nowhere", "no such folder"]),
@@ -495,9 +503,9 @@ def test_problems_come_epoch_after_epoch_in_whole_rollouts(changes, length):
 
 def test_preset_follows_the_card_and_the_word():
     assert read_config([], None).preset == "smollm2" and read_config([], card()).preset == "qwen3-4b"
-    assert read_config(["--preset=smollm2"], card()).fast_inference is True
-    assert read_config(["--preset", "smollm2"], None).fast_inference is False
-    assert read_config(["--preset", "smollm2", "--no-fast-inference"], card()).fast_inference is False
+    assert read_config(["--preset=smollm2"], card()).backend == "vllm"
+    assert read_config(["--preset", "smollm2"], None).backend == "unsloth"
+    assert read_config(["--preset", "smollm2", "--backend", "unsloth"], card()).backend == "unsloth"
     assert read_config(["--preset", "qwen3-4b", "--load-in", "16bit"], card()).load_in == "16bit"
     assert read_config(["--preset", "chapter"], card()) == PRESETS["chapter"]
     assert read_config(["--steps-per-generation", "None"], card()).steps_per_generation is None

@@ -136,7 +136,7 @@ def test_sigterm_in_the_midst_of_generating_and_going_on(tmp_path):
 @pytest.mark.usefixtures("empty_card")
 def test_memory_that_runs_out_names_phase_holders_and_knobs(tmp_path):
     """128 answers of 1,024 tokens take 3 GiB of KV cache, and the process may have 3 in all."""
-    code, said = script(tmp_path, "--no-fast-inference", "--vram-limit-gib", 3, "--num-generations", 128,
+    code, said = script(tmp_path, "--backend", "unsloth", "--vram-limit-gib", 3, "--num-generations", 128,
                         "--per-device-train-batch-size", 128, "--max-completion-length", 1024, "--eval-problems", 0,
                         "--temperature", 1.5, "--force")  # fmt: skip
     assert code == 1 and "OutOfMemoryError" in said, said

@@ -472,7 +472,7 @@ def test_a_start_that_hangs_is_ended_and_recorded(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=50)
     assert (
         done.returncode == 1
-        and "vLLM has not started within 1 s (--vllm-start-timeout); try again, or --no-fast-inference" in done.stdout
+        and "vLLM has not started within 1 s (--vllm-start-timeout); try again, or --backend unsloth" in done.stdout
     ), done
     assert "Thread" in (tmp_path / "run" / "train.log").read_text()
     record = Recorded(store, tmp_path / "run")

@@ -104,7 +104,7 @@ def wrapped(error):
 def test_the_card_ran_out(error):
     said = explain(error, QWEN, "loading the model", FULL)
     assert said.startswith("out of memory in loading the model: 15.8 of 16.0 GiB in use")
-    assert "--kv-cache-gib 1.25 (now 2.5); --no-fast-inference; a smaller --model (now unsloth/Qwen3-4B)" in said
+    assert "--kv-cache-gib 1.25 (now 2.5); --backend unsloth; a smaller --model (now unsloth/Qwen3-4B)" in said
     assert explain(wrapped(error), QWEN, "loading the model", FULL) is not None
 
 
@@ -218,7 +218,7 @@ def test_vllm_has_nothing_left_for_its_cache():
     for error in (no_cache(), wrapped(no_cache())):
         said = explain(error, QWEN, "loading the model", EMPTY)
         assert said.startswith("vLLM cannot start: its share is too small: weights and graphs take all of it")
-        assert "what helps most: --kv-cache-gib 5 (now 2.5); --no-fast-inference; a smaller --model" in said
+        assert "what helps most: --kv-cache-gib 5 (now 2.5); --backend unsloth; a smaller --model" in said
     by_hand = dataclasses.replace(QWEN, gpu_memory_utilization=0.16)
     said = explain(wrapped(no_cache()), by_hand, "loading the model", EMPTY)
     assert "most: --gpu-memory-utilization 0.32 (now 0.16); no --gpu-memory-utilization (now 0.16); --no-fast" in said
@@ -230,19 +230,19 @@ def test_vllm_has_nothing_left_for_its_cache():
 def test_vllm_cannot_hold_one_sequence():
     said = explain(wrapped(short_cache(left=0.1)), QWEN, "loading the model", None)
     assert "too small: 1024 tokens take 0.14 GiB of KV cache, and weights and graphs leave 0.1\n" in said
-    assert "most: --kv-cache-gib 2.64 (now 2.5); --max-completion-length 475 (now 768); --no-fast-inference" in said
+    assert "most: --kv-cache-gib 2.64 (now 2.5); --max-completion-length 475 (now 768); --backend unsloth" in said
     assert "--max-completion-length" not in explain(short_cache(left=0.02), QWEN, "loading the model", None)
 
 
 def test_a_card_that_others_fill_is_no_share_that_is_too_large():
     said = explain(wrapped(not_free(free=3.2, total=15.7, share=0.4)), QWEN, "loading the model", None)
     assert said.startswith("vLLM cannot start: others fill the card: vLLM wants 6.28 GiB of the card's 15.7, and 3.2 are free")
-    assert "what helps most: end what else runs on the card (nvidia-smi lists it); --no-fast-inference" in said
+    assert "what helps most: end what else runs on the card (nvidia-smi lists it); --backend unsloth" in said
     said = explain(not_free(free=14.6, total=15.7, share=0.95), QWEN, "loading the model", None)
     assert said.startswith("vLLM cannot start: its share is too large: vLLM wants 14.92 GiB")
-    assert "what helps most: --kv-cache-gib 1.88 (now 2.5); --no-fast-inference" in said
+    assert "what helps most: --kv-cache-gib 1.88 (now 2.5); --backend unsloth" in said
     said = explain(not_free(free=14.6, total=16.0, share=0.95), BY_HAND, "loading the model", EMPTY)
-    assert "what helps most: --gpu-memory-utilization 0.34 (now 0.4); --no-fast-inference" in said
+    assert "what helps most: --gpu-memory-utilization 0.34 (now 0.4); --backend unsloth" in said
 
 
 def test_a_race_is_no_shortage():
@@ -291,17 +291,17 @@ def test_every_knob_obeys_the_rules(memory, on_card):
 def test_a_share_given_by_hand_shrinks_with_the_cache_it_left():
     assert knobs(BY_HAND, "cache", FULL) == [{"gpu_memory_utilization": 0.32}]  # 1.25 of 16 GiB
     assert knobs(BY_HAND, "cache", None) == knobs(BY_HAND, "cache", EMPTY) == []
-    off = {"fast_inference": False, "gpu_memory_utilization": None}
+    off = {"backend": "unsloth", "gpu_memory_utilization": None}
     assert knobs(BY_HAND, "no_vllm", FULL) == [off]
     in_8_bits = dataclasses.replace(QWEN, load_in="fp8", kv_cache_dtype="fp8")
-    assert knobs(in_8_bits, "no_vllm", FULL) == [{"fast_inference": False, "kv_cache_dtype": "auto", "load_in": "4bit"}]
+    assert knobs(in_8_bits, "no_vllm", FULL) == [{"backend": "unsloth", "kv_cache_dtype": "auto", "load_in": "4bit"}]
     assert knobs(in_8_bits, "four_bit", FULL) == [{"load_in": "4bit"}]
 
 
 def test_what_vllm_generates_lies_in_its_cache():
     error = raised(OutOfMemoryError(CUDA), ["_generate_single_turn"])
     assert "--kv-cache-gib 1.25" in explain(error, QWEN, "training, step 3", FULL).splitlines()[-1]
-    said = explain(error, dataclasses.replace(QWEN, fast_inference=False), "training, step 3", FULL).splitlines()[-1]
+    said = explain(error, dataclasses.replace(QWEN, backend="unsloth"), "training, step 3", FULL).splitlines()[-1]
     assert "--num-generations 4 (now 8) --per-device-train-batch-size 4 (now 8); --max-completion-length 384 (now 768)" in said
 
 

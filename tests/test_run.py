@@ -71,7 +71,7 @@ def test_record_holds_config_lock_and_machine(recorded):
         "steps_per_rollout": "1",
         "seed": "5",
         "enable_thinking": "None",
-        "fast_inference": "False",
+        "backend": "unsloth",
         "driver": "none",
         "precision": "fp32",
         "dropped_problems": "0",

@@ -97,7 +97,7 @@ def steps(card, meter, timed, logits_first=False, cache=1.0, asleep=0.0):
 
 def measured(card, vllm, logits_first=False, sleep=False):
     """The rows of a run on that card."""
-    config = dataclasses.replace(PRESETS["chapter"], fast_inference=vllm, vllm_enable_sleep_mode=sleep)
+    config = dataclasses.replace(PRESETS["chapter"], backend="vllm" if vllm else "unsloth", vllm_enable_sleep_mode=sleep)
     plan = budget.plan(config, budget.shape_of("qwen3-4b"), 15.46)
     timed = phases.Phases(on_gpu=True, say=print)
     peak = SimpleNamespace(start_gib=card.others)

@@ -1,0 +1,463 @@
+"""Rollout back ends side by side: the same training in a fresh process for each, read back from MLflow.
+
+    uv run python compare.py run --backends vllm unsloth paged trl --steps 10      flags after -- are train.py's
+    uv run python compare.py table PARENT --steps 10                               the first 10 steps of longer runs
+    uv run python compare.py diff REFERENCE CANDIDATE                              exit code 1: outside of the bands
+
+Each back end is an MLflow run under one parent in the experiment p7-grpo-backends; table and diff read nothing else. All have
+the same config but for `backend`: a rollout for each step, no evaluations, and where no batch is given one group a pass. A back
+end that fails is a row with its reason, and the others go on. `--noise` runs the first one again with the next seed, which says
+how far two runs of one back end are apart. README.md, "Which back end?", has what it found.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import checks
+import command_line
+import models
+import record
+import train
+from benchmark import look_at, machine, say, shown, table
+from gpu import find_gpu
+from stopping import Stop, Stopped
+
+EXPERIMENT = "p7-grpo-backends"
+BACKENDS = ("vllm", "unsloth", "paged", "trl")
+OWN = (
+    "--backend --max-steps --save-steps --eval-problems --eval-steps --sample-steps --output-dir --experiment --run-name "
+    "--resume-from-checkpoint"
+).split()
+# what may differ between two runs that are compared: how they generate, where they lie, and luck
+FREE = {"backend", "run_name", "output_dir", "experiment", "seed", "use_cuda_graph", "torch_compile", "lean_decode", "force",
+        "kv_cache_gib", "kv_cache_dtype", "vllm_enable_sleep_mode", "vllm_start_timeout", "gpu_memory_utilization",
+        "vram_limit_gib", "save_steps", "sample_steps", "vllm_importance_sampling_correction"}  # fmt: skip
+SERIES = {  # what diff compares, and the metrics that hold it (by the library's version, one or the other)
+    "loss": ("loss",),
+    "reward": ("reward",),
+    "KL": ("kl",),
+    "grad_norm": ("grad_norm",),
+    "completion length": ("completions/mean_length",),
+}
+SKIPPED = 3  # steps that compile and warm up
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="compare.py", description=__doc__.partition("\n")[0], allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", allow_abbrev=False, help="train with each back end, one after the other")
+    run.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
+    run.add_argument("--steps", type=int, default=10, help="optimizer steps of each")
+    run.add_argument("--noise", action="store_true", help="the first back end once more, with the next seed")
+    run.add_argument("--out", help="folder for what the runs write; by itself a new one in benchmarks/")
+    one = commands.add_parser("table", allow_abbrev=False, help="speed and memory of a parent's runs")
+    one.add_argument("parent", help="id of the parent run")
+    two = commands.add_parser("diff", allow_abbrev=False, help="how far apart two runs are; 1 where a band is left")
+    two.add_argument("reference", help="id of a run")
+    two.add_argument("candidate", help="id of a run")
+    two.add_argument("--anyway", action="store_true", help="compare runs of different configs, as far as both go")
+    two.add_argument("--kl-max", type=float, default=0.015, help="largest KL of either (the smallest is 0)")
+    two.add_argument("--loss-min", type=float, default=-0.3)
+    two.add_argument("--loss-max", type=float, default=1.0)
+    two.add_argument("--length-ratio", type=float, default=1.5, help="mean length over the last third, against the reference's")
+    for command in (one, two):
+        command.add_argument("--steps", type=int, help="only so many of the first steps")
+    before = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    options, flags = parser.parse_known_args(before)
+    options.flags = flags + arguments[len(before) + 1 :]
+    if options.command != "run" and options.flags:
+        raise checks.Refused(f"{options.command} {options.flags[0]}: {options.command} --help lists what it takes")
+    if options.steps is not None and options.steps < 1:
+        raise checks.Refused(f"--steps {options.steps}: must be at least 1")
+    store = record.connect(train.PROJECT, EXPERIMENT)
+    if options.command == "run":
+        with Stop() as stop:
+            run_all(options, find_gpu()[0], store, stop)
+    elif options.command == "table":
+        print(in_a_table(read_children(options.parent), options.steps))
+    else:
+        sys.exit(difference(options))
+
+
+# run
+
+
+def run_all(options, gpu, store: str, stop: Stop) -> None:
+    """Train with each back end in a process of its own; the table and the figure go to the screen and to the parent run."""
+    for word in options.flags:
+        if word.partition("=")[0].replace("_", "-") in OWN:
+            raise checks.Refused(f"{word}: compare sets it itself; compare.py run --help lists what can be said")
+    os.environ.update({**train.ENVIRONMENT, **os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})  # NVML counts cards in that order
+    flags = [*options.flags, *same_for_all(options.flags, gpu)]
+    plans = [(backend, config_for(backend, flags, gpu)) for backend in options.backends]
+    if options.noise:
+        backend, config = plans[0]
+        plans.insert(1, (backend, dataclasses.replace(config, seed=config.seed + 1)))
+    for _, config in plans:  # what is wrong for all is refused before anything starts
+        checks.check_config(config)
+    models.check_model(plans[0][1].model, plans[0][1].load_in)
+    out = Path(options.out or f"benchmarks/backends-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
+    checks.check_output_dir(out)
+    first = plans[0][1]
+    say(f"{machine(gpu)}; {options.steps} steps of {first.effective_batch} completions in groups of {first.num_generations}, "
+        f"a rollout for each {'step' if first.steps_per_rollout == 1 else f'{first.steps_per_rollout} steps'}")  # fmt: skip
+
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    parent = client.create_run(experiment.experiment_id, run_name=" ".join(options.backends)).info.run_id
+    command = f"uv run python compare.py run {shlex.join(sys.argv[2:])}"
+    for name, value in {"command": command, "machine": machine(gpu), "commit": record.git_commit(train.PROJECT)}.items():
+        client.log_param(parent, name, value[:6000])
+    status = "KILLED"
+    try:
+        for i, (backend, config) in enumerate(plans):
+            say(f"== {backend}, seed {config.seed} ({i + 1} of {len(plans)})")
+            started = [*flags, "--seed", str(config.seed), "--backend", backend, "--run-name", backend]
+            sizes = f"--max-steps {options.steps} --save-steps {options.steps} --eval-problems 0 --experiment {EXPERIMENT}"
+            started += [*sizes.split(), "--sample-steps", "0", "--output-dir", str(out / f"{i}-{backend}")]
+            run_id, reason = start(started, config, gpu, parent, client, out / f"{i}-{backend}")
+            if run_id is None:
+                run_id = client.create_run(experiment.experiment_id, run_name=backend).info.run_id
+                for name, value in {"mlflow.parentRunId": parent, "error": reason, "backend": backend}.items():
+                    client.set_tag(run_id, name, value[:5000])
+                client.set_terminated(run_id, "FAILED")
+            if reason:
+                say(f"== {backend}: {reason}")
+            stop.raise_if_asked()
+        status = "FINISHED"
+    finally:
+        stop.leaving = True
+        conclude(client, parent, status, out)
+        say(f"parent run {parent}; {record.how_to_open(store, train.PROJECT)}, experiment {EXPERIMENT}")
+
+
+def same_for_all(flags: list[str], gpu) -> list[str]:
+    """Flags that are not given: a batch of one group in each pass, and a rollout for each step."""
+    given = {word.partition("=")[0].replace("_", "-") for word in flags}
+    config = command_line.parse(train.Config, train.PRESETS, flags, gpu, "compare.py")
+    added = []
+    if "--per-device-train-batch-size" not in given:
+        added += ["--per-device-train-batch-size", str(config.num_generations)]
+    if "--steps-per-generation" not in given:
+        added += ["--steps-per-generation", "None"]
+    return added
+
+
+def config_for(backend: str, flags: list[str], gpu):
+    """The config that train.py will make of the flags; those about vLLM alone are left to it, and refused by the others."""
+    return command_line.parse(train.Config, train.PRESETS, [*flags, "--backend", backend], gpu, "compare.py")
+
+
+def start(flags: list[str], config, gpu, parent: str, client, folder: Path) -> tuple[str | None, str | None]:
+    """Train in a process of its own; returns the id of its run, and in words why it failed, where it did.
+
+    The run becomes the parent's as soon as it is there. A signal to this process is passed on, and waited for.
+    """
+    try:
+        look_at(config, gpu)
+    except checks.Refused as refusal:
+        return None, str(refusal).replace("\n", " ")
+    folder.mkdir(parents=True, exist_ok=True)
+    run_id = None
+    with open(folder / "stderr", "w+") as errors:
+        command = [sys.executable, str(train.PROJECT / "train.py"), *flags]
+        with subprocess.Popen(command, stderr=errors) as process:
+            try:
+                while process.poll() is None:
+                    run_id = run_id or adopt(folder, config.backend, parent, client)
+                    time.sleep(0.2)
+            except Stopped as stopped:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(stopped.signum or signal.SIGTERM)
+                process.wait()
+                raise
+            finally:
+                run_id = run_id or adopt(folder, config.backend, parent, client)
+        errors.seek(0)
+        said = [line for line in errors.read().splitlines() if line.strip()]
+    if process.returncode == 0:
+        return run_id, None
+    if run_id is None:
+        return None, checks.one_line(" ".join(said[-2:]) or f"exit code {process.returncode}")
+    error = client.get_run(run_id).data.tags.get("error", f"exit code {process.returncode}")
+    if client.get_run(run_id).info.status == "RUNNING":  # it was killed: nobody has said how it ended
+        client.set_tag(run_id, "error", error)
+        client.set_terminated(run_id, "FAILED")
+    return run_id, error
+
+
+def adopt(folder: Path, backend: str, parent: str, client) -> str | None:
+    """The id of the run that writes into the folder, now under its parent; None while it is not there."""
+    for journal in folder.glob("*/record.jsonl"):
+        with contextlib.suppress(ValueError, KeyError, IndexError):
+            run_id = json.loads(journal.read_text().splitlines()[0])["run_id"]
+            client.set_tag(run_id, "mlflow.parentRunId", parent)
+            client.set_tag(run_id, "backend", backend)
+            return run_id
+    return None
+
+
+def conclude(client, parent: str, status: str, out: Path) -> None:
+    """Print the table, put table and figure beside the parent run, and close it."""
+    import pictures
+
+    runs = read_children(parent)
+    if runs:
+        text = in_a_table(runs, None)
+        say(text)
+        client.log_text(parent, text, "table.md")
+        if drawn := [run for run in runs if len(run.steps) > 1]:
+            figure = pictures.backends({run.name: run.series() for run in drawn})
+            with contextlib.suppress(OSError):
+                out.mkdir(parents=True, exist_ok=True)
+                figure.savefig(out / "backends.png")
+                say(f"figure: {out / 'backends.png'}")
+            client.log_figure(parent, figure, "backends.png")
+        if status == "FINISHED" and not any(run.status == "FINISHED" for run in runs):
+            status = "FAILED"
+    client.set_terminated(parent, status)
+
+
+# what MLflow has
+
+
+@dataclasses.dataclass
+class Run:
+    """One back end's run, with every metric that was logged for a step in one dict of that step."""
+
+    run_id: str
+    name: str
+    status: str
+    params: dict[str, str]
+    metrics: dict[str, float]  # the latest of each
+    error: str | None
+    steps: dict[int, dict[str, float]]
+
+    @property
+    def completions(self) -> int:
+        """Completions in one optimizer step."""
+        return int(self.params["per_device_train_batch_size"]) * int(self.params["gradient_accumulation_steps"])
+
+    def seconds(self) -> dict[int, float]:
+        """Seconds of each step, where a rollout feeds several steps the mean over those."""
+        own = {step: sum(v for k, v in m.items() if k.startswith("seconds/")) for step, m in self.steps.items()}
+        passes = self.params.get("steps_per_generation", "None")
+        accumulated = int(self.params.get("gradient_accumulation_steps", "1"))
+        each = (int(passes) // accumulated if passes.isdigit() else 1) * int(self.params.get("num_iterations", "1"))
+        spread = {}
+        for step in own:
+            together = [own[s] for s in range((step - 1) // each * each + 1, (step - 1) // each * each + each + 1) if s in own]
+            spread[step] = statistics.mean(together)
+        return spread
+
+    def series(self) -> dict[str, list]:
+        """What is drawn over the steps."""
+        found = {"step": list(self.steps), "seconds a step": list(self.seconds().values())}
+        for title, names in SERIES.items():
+            found[title] = [next((metrics[n] for n in names if n in metrics), None) for metrics in self.steps.values()]
+        return found
+
+
+def read_run(client, run_id: str) -> Run:
+    """A run by its id. Refuses one that the store does not have."""
+    from mlflow import MlflowException
+
+    try:
+        run = client.get_run(run_id)
+    except MlflowException:
+        raise checks.Refused(f"run {run_id}: the store has none of that id; compare.py table PARENT lists them") from None
+    steps: dict[int, dict[str, float]] = {}
+    for name in run.data.metrics:
+        for metric in client.get_metric_history(run_id, name):
+            if metric.step >= 1:
+                steps.setdefault(metric.step, {})[name] = metric.value
+    steps = {step: steps[step] for step in sorted(steps) if any(name.startswith("seconds/") for name in steps[step])}
+    tags, params = run.data.tags, run.data.params
+    name = tags.get("backend") or params.get("backend") or run.info.run_name
+    return Run(run_id, name, run.info.status, params, run.data.metrics, tags.get("error"), steps)
+
+
+def read_children(parent: str) -> list[Run]:
+    """The runs under a parent, in the order of their start; a second one of a back end is named with its seed."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    found = client.search_runs(
+        [experiment.experiment_id], f"tags.mlflow.parentRunId = '{parent}'", order_by=["attributes.start_time ASC"]
+    )
+    if not found:
+        raise checks.Refused(f"parent {parent}: no run in experiment {EXPERIMENT} is under it; compare.py run prints the id")
+    runs = [read_run(client, run.info.run_id) for run in found]
+    for i, run in enumerate(runs):
+        if any(run.name == earlier.name for earlier in runs[:i]):
+            run.name = f"{run.name}, seed {run.params.get('seed', '?')}"
+    return runs
+
+
+# table
+
+
+def in_a_table(runs: list[Run], steps: int | None) -> str:
+    """Speed and memory of each run, in its first `steps` steps; seconds from step 4 on, where there are so many."""
+    longest = max(len(run.steps) for run in runs)
+    if steps and steps > longest:
+        raise checks.Refused(f"--steps {steps}: the longest of these runs has {longest}")
+    counted = steps or longest
+    first = SKIPPED + 1 if counted > SKIPPED else 1
+    rows = []
+    for run in runs:
+        seconds = {step: value for step, value in run.seconds().items() if step <= counted}
+        late = {step: value for step, value in seconds.items() if step >= first}
+        row = {"back end": run.name, "run": run.run_id, "steps": len(seconds)}
+        if late:
+            lengths = [run.steps[step]["completions/mean_length"] for step in late]
+            start = [run.metrics.get(f"start_seconds/{part}", 0) for part in ("imports", "to_first_step")]
+            card, before = (run.metrics.get(f"vram_{name}_nvml_gib") for name in ("peak", "before"))
+            row |= {
+                "training, s": sum(seconds.values()),
+                f"median step, s (from step {first})": statistics.median(late.values()),
+                "p90, s": percentile(list(late.values()), 0.9),
+                "mean length, tokens": statistics.mean(lengths),
+                "generated tokens/s": sum(lengths) * run.completions / sum(late.values()),
+                "peak, GiB (on the card, or of RAM)": run.metrics.get("rss_peak_gib") if card is None else card - before,
+                "start to end of step 1, s": sum(start),
+                "last reward": run.steps[max(late)].get("reward"),
+            }
+        row["what went wrong"] = run.error or ("" if run.status == "FINISHED" else run.status)
+        rows.append(row)
+    columns = list(max(rows, key=len))
+    if vllm := next((row for row in rows if row["back end"] == "vllm" and len(row) == len(columns)), None):
+        pace = columns[4]
+        columns.insert(7, "of vLLM's speed")
+        for row in rows:
+            row["of vLLM's speed"] = f"{100 * vllm[pace] / row[pace]:.0f} %" if pace in row else ""
+    return table(columns, [[cell(row.get(column)) for column in columns] for row in rows])
+
+
+def cell(value) -> str:
+    return shown(value) if isinstance(value, float) else "" if value is None else str(value)
+
+
+def percentile(values: list[float], share: float) -> float:
+    """By the nearest rank."""
+    return sorted(values)[max(math.ceil(share * len(values)) - 1, 0)]
+
+
+# diff
+
+
+def difference(options) -> int:
+    """Print how far apart two runs are by step, beside two seeds of one back end where there are such; 1 for a band left."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient()
+    reference, candidate = (read_run(client, run_id) for run_id in (options.reference, options.candidate))
+    problems = not_comparable(reference, candidate)
+    if problems and not options.anyway:
+        raise checks.Refused(f"not comparable: {'; '.join(problems)}. --anyway compares them as far as both go")
+    steps = [step for step in reference.steps if step in candidate.steps and step <= (options.steps or math.inf)]
+    if not steps or options.steps and len(steps) < options.steps:
+        raise checks.Refused(
+            f"the runs have {len(steps)} steps in common" + (f", not {options.steps}" if options.steps else "")
+        )
+    noise = noise_of(client, reference)
+    rows = []
+    for title, names in SERIES.items():
+        row = [title, *apart(reference, candidate, names, steps)]
+        rows.append(row + (apart(reference, noise, names, steps) if noise else []))
+    seeds = reference.params.get("seed"), candidate.params.get("seed")
+    columns = ["by step", f"max, {reference.name} (seed {seeds[0]}) and {candidate.name} (seed {seeds[1]})", "mean"]
+    if noise:
+        columns += [f"max, {reference.name} with seeds {seeds[0]} and {noise.params.get('seed')}", "mean"]
+    print(table(columns, rows))
+    left = bands_left(reference, candidate, steps, options)
+    print(f"outside of the bands: {'; '.join(left)}" if left else f"within the bands over {len(steps)} steps")
+    return 1 if left else 0
+
+
+def not_comparable(reference: Run, candidate: Run) -> list[str]:
+    """Why two runs should not be compared, each reason in a few words."""
+    found = []
+    for run in (reference, candidate):
+        if run.status != "FINISHED":
+            found.append(f"{run.name} ({run.run_id}) is {run.status}" + (f": {run.error}" if run.error else ""))
+    names = {field.name for field in dataclasses.fields(train.Config)} - FREE
+    for name in sorted(names):
+        own, other = reference.params.get(name), candidate.params.get(name)
+        if own != other and (name in reference.params or name in candidate.params):
+            found.append(f"--{name.replace('_', '-')} {own} and {other}")
+    return found
+
+
+def noise_of(client, reference: Run) -> Run | None:
+    """Another run of the reference's back end under the same parent, with the same config but for the seed."""
+    parent = client.get_run(reference.run_id).data.tags.get("mlflow.parentRunId")
+    for run in read_children(parent) if parent else []:
+        same = run.params.get("backend") == reference.params.get("backend") and not not_comparable(reference, run)
+        if same and run.params.get("seed") != reference.params.get("seed"):
+            return run
+    return None
+
+
+def values_of(run: Run, names: tuple[str, ...], steps: list[int]) -> list[float | None]:
+    return [next((run.steps[step][n] for n in names if n in run.steps.get(step, {})), None) for step in steps]
+
+
+def apart(one: Run, other: Run, names: tuple[str, ...], steps: list[int]) -> list[str]:
+    """The largest and the mean difference of a metric, step by step."""
+    pairs = zip(values_of(one, names, steps), values_of(other, names, steps))
+    differences = [abs(a - b) for a, b in pairs if a is not None and b is not None]
+    if not differences:
+        return ["not logged by both", ""]
+    return [shown(max(differences)), shown(statistics.mean(differences))]
+
+
+def bands_left(reference: Run, candidate: Run, steps: list[int], options) -> list[str]:
+    """What of either run is outside: losses, KL, numbers that are none, and answers that grow without end."""
+    left = []
+    for run in (reference, candidate):
+        values = {title: values_of(run, names, steps) for title, names in SERIES.items()}
+        for title, found in values.items():
+            if bad := [step for step, value in zip(steps, found) if value is not None and not math.isfinite(value)]:
+                left.append(f"{title} of {run.name} is no number in step {bad[0]}")
+        for title, low, high in (("KL", -1e-6, options.kl_max), ("loss", options.loss_min, options.loss_max)):
+            far = [(step, v) for step, v in zip(steps, values[title]) if v is not None and not low <= v <= high]
+            if far:
+                step, value = max(far, key=lambda pair: abs(pair[1]) if math.isfinite(pair[1]) else math.inf)
+                left.append(f"{title} of {run.name} is {value:.4g} in step {step} (band: {low:g} to {high:g})")
+    last = steps[-max(len(steps) // 3, 1) :]
+    lengths = [
+        [v for v in values_of(run, SERIES["completion length"], last) if v is not None] for run in (reference, candidate)
+    ]
+    if all(lengths) and statistics.mean(lengths[1]) > options.length_ratio * statistics.mean(lengths[0]):
+        own, other = map(statistics.mean, lengths)
+        left.append(
+            f"answers of {candidate.name} have {other:.0f} tokens in the last {len(last)} steps, {reference.name}'s {own:.0f}"
+        )
+    return left
+
+
+if __name__ == "__main__":
+    logging.getLogger("mlflow").setLevel(logging.WARNING)
+    try:
+        main(sys.argv[1:])
+    except checks.Refused as refusal:
+        print(f"compare.py: {refusal}", file=sys.stderr)
+        sys.exit(2)
+    except (KeyboardInterrupt, Stopped) as stopped:
+        sys.exit(128 + getattr(stopped, "signum", 2))

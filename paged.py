@@ -1,0 +1,72 @@
+"""TRL's GRPOTrainer with transformers' continuous batching, whose engine stays from step to step and runs in the main thread.
+
+TRL builds cache and graphs anew at each generation, casts the adapter to 16 bits for good, and takes what is there when the
+engine's thread has died. transformers keeps an engine on request, but also the blocks of prompts that an older policy filled.
+What is used of it was read in transformers 5.17.0 (generation/continuous_batching) and TRL 1.15.0, and is held by tests.
+"""
+
+import math
+
+import torch
+from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, ContinuousBatchingManager
+from trl import GRPOTrainer
+
+
+def engine_arguments(config, on_gpu: bool) -> dict:
+    """transformers' ContinuousBatchingConfig for a rollout of a train.Config: room for all its sequences at once.
+
+    No prompt's blocks are shared: they would still be those of the policy that filled them when the next one generates.
+    """
+    block_size = 256 if on_gpu else 16
+    blocks = config.rollout_batch * (math.ceil(config.max_seq_length / block_size) + 1)
+    return {
+        "block_size": block_size,
+        "num_blocks": blocks,
+        "max_batch_tokens": max(256, config.rollout_batch),
+        "max_requests_per_batch": config.rollout_batch,
+        "allow_block_sharing": False,
+        "use_cuda_graph": config.use_cuda_graph,
+    }
+
+
+class PagedTrainer(GRPOTrainer):
+    """Generates with one engine, made at the first rollout."""
+
+    engine = None
+
+    def _generate_single_turn(self, prompt_ids, *others, **named):
+        """Token ids of a completion for each prompt, and no log-probs (TRL computes its own)."""
+        model = self.accelerator.unwrap_model(self.model).get_base_model()
+        was_training, attention = model.training, model.config._attn_implementation
+        if self.engine is None:
+            self.engine = ContinuousBatchingManager(model, self.generation_config, self.continuous_batching_config)
+        model.eval()
+        self.engine.switch_to_cb_friendly_attn(model)
+        try:
+            return generate(self.engine, prompt_ids), None
+        finally:
+            model.set_attn_implementation(attention)
+            model.train(was_training)
+
+
+@torch.no_grad()
+def generate(engine: ContinuousBatchingManager, prompts: list[list[int]]) -> list[list[int]]:
+    """Token ids of a completion for each prompt, in their order, from the engine's own loop, run here and not in its thread.
+
+    Raises RuntimeError for an answer that failed or is missing: the engine itself only logs it.
+    """
+    if engine.batch_processor is None:
+        engine.warmup()
+    engine.background_thread_status.clear()
+    requests = engine.add_requests(prompts)
+    engine.background_thread_status.request_stop(BackgroundThreadStatus.FLUSH_AND_STOP, engine.distributed_helper.global_rank)
+    engine._run_generation_loop()
+    answers = {}
+    while not engine.output_router.output_queue.empty():
+        answer = engine.output_router.output_queue.get()
+        answers[answer.request_id] = answer
+    failed = [answer.error for answer in answers.values() if answer.error]
+    if failed or len(answers) < len(requests):
+        why = engine.background_thread_status.fatal_error or (failed[0] if failed else "no reason given")
+        raise RuntimeError(f"continuous batching answered {len(answers) - len(failed)} of {len(requests)} prompts: {why}")
+    return [answers[request].generated_tokens for request in requests]

@@ -1,0 +1,116 @@
+"""Back ends side by side: two real ones on a CPU through the command, then the table and the differences out of MLflow."""
+
+import re
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from conftest import ENVIRONMENT, ROOT
+
+EXPERIMENT = "p7-grpo-backends"
+
+
+def compare(*arguments, store, cwd, timeout=400) -> SimpleNamespace:
+    """compare.py as a user runs it, without a GPU."""
+    env = {**ENVIRONMENT, "CUDA_VISIBLE_DEVICES": "", "MLFLOW_TRACKING_URI": store}
+    done = subprocess.run([sys.executable, str(ROOT / "compare.py"), *map(str, arguments)], cwd=cwd, env=env,
+                          capture_output=True, text=True, timeout=timeout)  # fmt: skip
+    return SimpleNamespace(code=done.returncode, stdout=done.stdout, stderr=done.stderr)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """Two steps of trl and of paged on SmolLM2's weights, and vllm, which cannot run here."""
+    folder = tmp_path_factory.mktemp("compare")
+    store = f"sqlite:///{folder / 'mlflow.db'}"
+    done = compare("run", "--backends", "trl", "vllm", "paged", "--steps", 2, "--", "--preset", "smollm2", "--beta", 0.05,
+                   "--num-generations", 2, "--max-completion-length", 8, store=store, cwd=folder)  # fmt: skip
+    assert done.code == 0, done.stdout + done.stderr
+    parent = re.search(r"parent run (\w+);", done.stdout)[1]
+    client = MlflowClient(store)
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    runs = client.search_runs([experiment.experiment_id], f"tags.mlflow.parentRunId = '{parent}'")
+    return SimpleNamespace(done=done, store=store, folder=folder, parent=parent, client=client,
+                           runs={run.data.tags["backend"]: run for run in runs})  # fmt: skip
+
+
+def test_each_back_end_is_a_run_under_one_parent(both):
+    assert both.runs.keys() == {"trl", "paged", "vllm"}
+    assert [both.runs[name].info.status for name in ("trl", "paged", "vllm")] == ["FINISHED", "FINISHED", "FAILED"]
+    assert "which needs a CUDA GPU" in both.runs["vllm"].data.tags["error"]
+    assert both.client.get_run(both.parent).info.status == "FINISHED"
+    assert {file.path for file in both.client.list_artifacts(both.parent)} == {"table.md", "backends.png"}
+    params = {name: both.runs[name].data.params for name in ("trl", "paged")}
+    different = {key for key in params["trl"] if params["trl"][key] != params["paged"].get(key)}
+    assert different <= {"backend", "run_name", "output_dir"}, different
+    assert params["trl"]["per_device_train_batch_size"] == "2" and params["trl"]["steps_per_generation"] == "None"
+
+
+def test_the_same_quantities_are_logged(both):
+    """With one seed, both draw the same problems; before the first update the KL is 0, and a norm is one before clipping."""
+    for name in ("trl", "paged"):
+        metrics = both.runs[name].data.metrics
+        history = {key: [m.value for m in both.client.get_metric_history(both.runs[name].info.run_id, key)]
+                   for key in ("kl", "grad_norm", "loss", "reward", "completions/mean_length")}  # fmt: skip
+        assert all(len(values) == 2 for values in history.values()), history
+        assert abs(history["kl"][0]) < 1e-5 and 1 <= metrics["completions/mean_length"] <= 8
+        assert metrics["seconds/generation"] > 0 and metrics["seconds/forward_backward"] > 0
+        assert both.runs[name].data.metrics["rss_peak_gib"] > 0.5
+
+
+def test_the_table_is_read_back_from_the_store(both):
+    again = compare("table", both.parent, store=both.store, cwd=both.folder)
+    assert again.code == 0 and again.stdout.strip() in both.done.stdout
+    lines = again.stdout.splitlines()
+    assert lines[0].startswith("| back end | run | steps | training, s | median step, s (from step 1) | p90, s |")
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| trl", "| vllm", "| paged"]
+    one = compare("table", both.parent, "--steps", 1, store=both.store, cwd=both.folder)
+    assert one.code == 0 and " | 1 | " in one.stdout and " | 2 | " not in one.stdout
+    more = compare("table", both.parent, "--steps", 30, store=both.store, cwd=both.folder)
+    assert more.code == 2 and more.stderr == "compare.py: --steps 30: the longest of these runs has 2\n"
+
+
+def test_a_run_against_itself_is_all_zeros(both):
+    run_id = both.runs["trl"].info.run_id
+    done = compare("diff", run_id, run_id, store=both.store, cwd=both.folder)
+    assert done.code == 0 and done.stdout.splitlines()[-1] == "within the bands over 2 steps"
+    for line in done.stdout.splitlines()[2:7]:
+        assert line.endswith("| 0 | 0 |"), line
+
+
+def test_a_band_that_is_left_is_exit_code_1(both):
+    ids = [both.runs[name].info.run_id for name in ("trl", "paged")]
+    inside = compare("diff", *ids, "--kl-max", 5, "--length-ratio", 10, store=both.store, cwd=both.folder)
+    assert inside.code == 0 and "| KL | " in inside.stdout and "not logged" not in inside.stdout
+    outside = compare("diff", *ids, "--loss-max", -1, store=both.store, cwd=both.folder)
+    assert outside.code == 1 and "loss of trl is " in outside.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["table", "no-such-run"], "parent no-such-run: no run in experiment p7-grpo-backends is under it"),
+        (["diff", "no-such-run", "another"], "run no-such-run: the store has none of that id"),
+        (["run", "--steps", "0"], "--steps 0: must be at least 1"),
+        (["run", "--backends", "trl", "--", "--max-steps", "3"], "--max-steps: compare sets it itself"),
+        (["run", "--backends", "trl", "--", "--num-generations", "4", "--per-device-train-batch-size", "3"],
+         "nearest batch sizes: 4"),
+        (["run", "--backends", "trl", "--", "--learning-rate", "-1"], "--learning-rate -1.0: must be 0 or a positive number"),
+        (["table", "x", "--preset", "smollm2"], "table --preset: table --help lists what it takes"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_compared_is_refused_at_once(arguments, words, both):
+    done = compare(*arguments, store=both.store, cwd=both.folder, timeout=60)
+    assert done.code == 2 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert len(done.stderr.splitlines()) <= 2
+
+
+def test_runs_that_differ_are_refused_unless_asked_for(both):
+    trl, vllm = both.runs["trl"].info.run_id, both.runs["vllm"].info.run_id
+    done = compare("diff", trl, vllm, store=both.store, cwd=both.folder)
+    assert done.code == 2 and f"not comparable: vllm ({vllm}) is FAILED" in done.stderr
+    anyway = compare("diff", trl, vllm, "--anyway", store=both.store, cwd=both.folder)
+    assert anyway.code == 2 and "the runs have 0 steps in common" in anyway.stderr
