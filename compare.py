@@ -131,18 +131,29 @@ def run_all(options, gpu, store: str, stop: Stop) -> None:
             started += [*sizes.split(), "--sample-steps", "0", "--output-dir", str(out / f"{i}-{backend}")]
             run_id, reason = start(started, config, gpu, parent, client, out / f"{i}-{backend}")
             if run_id is None:
-                run_id = client.create_run(experiment.experiment_id, run_name=backend).info.run_id
-                for name, value in {"mlflow.parentRunId": parent, "error": reason, "backend": backend}.items():
-                    client.set_tag(run_id, name, value[:5000])
-                client.set_terminated(run_id, "FAILED")
+                with store_may_be_away(f"== {backend}: {reason}"):
+                    run_id = client.create_run(experiment.experiment_id, run_name=backend).info.run_id
+                    for name, value in {"mlflow.parentRunId": parent, "error": reason, "backend": backend}.items():
+                        client.set_tag(run_id, name, value[:5000])
+                    client.set_terminated(run_id, "FAILED")
             if reason:
                 say(f"== {backend}: {reason}")
             stop.raise_if_asked()
         status = "FINISHED"
     finally:
         stop.leaving = True
-        conclude(client, parent, status, out)
+        with store_may_be_away(f"once it answers: uv run python compare.py table {parent}"):
+            conclude(client, parent, status, out)
         say(f"parent run {parent}; {record.how_to_open(store, train.PROJECT)}, experiment {EXPERIMENT}")
+
+
+@contextlib.contextmanager
+def store_may_be_away(instead: str):
+    """What the store does not take is said, with `instead`, and stops nothing: the runs keep what they have for later."""
+    try:
+        yield
+    except Exception as error:
+        say(f"the MLflow store does not answer ({checks.one_line(error)[:200]}); {instead}")
 
 
 def same_for_all(flags: list[str], gpu) -> list[str]:
@@ -193,17 +204,20 @@ def start(flags: list[str], config, gpu, parent: str, client, folder: Path) -> t
         return run_id, None
     if run_id is None:
         return None, checks.one_line(" ".join(said[-2:]) or f"exit code {process.returncode}")
-    error = client.get_run(run_id).data.tags.get("error", f"exit code {process.returncode}")
-    if client.get_run(run_id).info.status == "RUNNING":  # it was killed: nobody has said how it ended
-        client.set_tag(run_id, "error", error)
-        client.set_terminated(run_id, "FAILED")
+    error = f"exit code {process.returncode}"
+    with store_may_be_away(error):
+        run = client.get_run(run_id)
+        error = run.data.tags.get("error", error)
+        if run.info.status == "RUNNING":  # it was killed: nobody has said how it ended
+            client.set_tag(run_id, "error", error)
+            client.set_terminated(run_id, "FAILED")
     return run_id, error
 
 
 def adopt(folder: Path, backend: str, parent: str, client) -> str | None:
     """The id of the run that writes into the folder, now under its parent; None while it is not there."""
     for journal in folder.glob("*/record.jsonl"):
-        with contextlib.suppress(ValueError, KeyError, IndexError):
+        with contextlib.suppress(Exception):  # half a line, or a store that is away: it is tried again
             run_id = json.loads(journal.read_text().splitlines()[0])["run_id"]
             client.set_tag(run_id, "mlflow.parentRunId", parent)
             client.set_tag(run_id, "backend", backend)
@@ -215,8 +229,7 @@ def conclude(client, parent: str, status: str, out: Path) -> None:
     """Print the table, put table and figure beside the parent run, and close it."""
     import pictures
 
-    runs = read_children(parent)
-    if runs:
+    if runs := children(client, parent):
         text = in_a_table(runs, None)
         say(text)
         client.log_text(parent, text, "table.md")
@@ -292,16 +305,21 @@ def read_run(client, run_id: str) -> Run:
 
 
 def read_children(parent: str) -> list[Run]:
-    """The runs under a parent, in the order of their start; a second one of a back end is named with its seed."""
+    """The runs under a parent, in the order of their start. Refuses a parent without any."""
     from mlflow.tracking import MlflowClient
 
-    client = MlflowClient()
+    runs = children(MlflowClient(), parent)
+    if not runs:
+        raise checks.Refused(f"parent {parent}: no run in experiment {EXPERIMENT} is under it; compare.py run prints the id")
+    return runs
+
+
+def children(client, parent: str) -> list[Run]:
+    """The runs under a parent, in the order of their start; a second one of a back end is named with its seed."""
     experiment = client.get_experiment_by_name(EXPERIMENT)
     found = client.search_runs(
         [experiment.experiment_id], f"tags.mlflow.parentRunId = '{parent}'", order_by=["attributes.start_time ASC"]
     )
-    if not found:
-        raise checks.Refused(f"parent {parent}: no run in experiment {EXPERIMENT} is under it; compare.py run prints the id")
     runs = [read_run(client, run.info.run_id) for run in found]
     for i, run in enumerate(runs):
         if any(run.name == earlier.name for earlier in runs[:i]):

@@ -103,18 +103,18 @@ def check_disk(name: str) -> None:
         )
 
 
-def resolve_model(name: str, load_in: str, gpu) -> str:
-    """The folder or hub id that will be loaded. Call it after `import unsloth`.
+def resolve_model(name: str, load_in: str, by_unsloth: bool) -> str:
+    """The folder or hub id that will be loaded. Call it after `import unsloth`, where that loads it.
 
-    The embedded model becomes a folder. For a hub id, Unsloth on a GPU picks a copy of its own, a quantized one for 4bit
-    alone: fp8 is made of the 16-bit one as it loads. `get_model_name` is its own function, read in unsloth 2026.10.9, and
-    tests hold it in place.
+    The embedded model becomes a folder. For a hub id, Unsloth on a GPU (`by_unsloth`) picks a copy of its own, a quantized
+    one for 4bit alone: fp8 is made of the 16-bit one as it loads. `get_model_name` is its own function, read in unsloth
+    2026.10.9, and tests hold it in place.
     """
     if name == EMBEDDED:
         return str(embedded_folder())
     if Path(name).is_dir():
         return str(Path(name).resolve())
-    if gpu:
+    if by_unsloth:
         from unsloth.models.loader_utils import get_model_name
 
         name = get_model_name(name, load_in_4bit=load_in == "4bit")

@@ -371,7 +371,7 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
 
     # data: problems with prompts that fit, in the order of training
     console.doing = "loading the model"
-    name = models.resolve_model(config.model, config.load_in, gpu)
+    name = models.resolve_model(config.model, config.load_in, by_unsloth=gpu is not None and not config.plain)
     tokenizer = models.read_tokenizer(name)
     drawn = len(train_set)
     train_set = drop_long_prompts(train_set, tokenizer, config, "training", config.prompts_per_rollout, console)

@@ -7,6 +7,8 @@ import dataclasses
 import json
 import os
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 import models
 import task
 from checks import Refused
+from conftest import ROOT
 from data import drop_long_prompts, encode
 from phases import Phases
 from progress import Progress
@@ -335,10 +338,12 @@ def test_another_tokenizer_and_one_that_heeds_legacy_are_read_anew(folder, reads
     assert reads == [{}, {}, {"legacy": False}]
 
 
-def test_unsloth_keeps_the_token_that_begins_a_text(folder, reads, tmp_path):
-    """It sets add_bos_token on its own tokenizer, which rewrites what is put around a text, and looks whether that is right."""
+def test_unsloth_keeps_the_token_that_begins_a_text(folder, tmp_path):
+    """It sets add_bos_token on its own tokenizer, which rewrites what is put around a text, and looks whether that is right.
+
+    In a process of its own: its module patches TRL for a GPU as it is imported.
+    """
     from tokenizers.processors import TemplateProcessing
-    from unsloth.tokenizer_utils import load_correct_tokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     first = tokenizer.convert_tokens_to_ids("<|im_start|>")
@@ -346,7 +351,13 @@ def test_unsloth_keeps_the_token_that_begins_a_text(folder, reads, tmp_path):
         single="<|im_start|> $A", pair="<|im_start|> $A $B", special_tokens=[("<|im_start|>", first)]
     )
     tokenizer.save_pretrained(tmp_path)
-    untouched = load_correct_tokenizer(str(tmp_path))("1").input_ids
-    lab = models.read_tokenizer(str(tmp_path))
-    assert load_correct_tokenizer(str(tmp_path))("1").input_ids == untouched
-    assert lab("1").input_ids == untouched and untouched[0] == first
+    script = (
+        "import sys, unsloth, models; from unsloth.tokenizer_utils import load_correct_tokenizer; folder = sys.argv[1]\n"
+        "by_itself = load_correct_tokenizer(folder)('1').input_ids\n"
+        "lab = models.read_tokenizer(folder)\n"
+        "print([by_itself, load_correct_tokenizer(folder)('1').input_ids, lab('1').input_ids])"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    by_itself, beside, lab = json.loads(done.stdout.splitlines()[-1])
+    assert by_itself == beside == lab and lab[0] == first

@@ -104,7 +104,7 @@ def wrapped(error):
 def test_the_card_ran_out(error):
     said = explain(error, QWEN, "loading the model", FULL)
     assert said.startswith("out of memory in loading the model: 15.8 of 16.0 GiB in use")
-    assert "--kv-cache-gib 1.25 (now 2.5); --backend unsloth; a smaller --model (now unsloth/Qwen3-4B)" in said
+    assert "--kv-cache-gib 1.25 (now 2.5); --backend unsloth (now vllm); a smaller --model (now unsloth/Qwen3-4B)" in said
     assert explain(wrapped(error), QWEN, "loading the model", FULL) is not None
 
 
@@ -218,10 +218,10 @@ def test_vllm_has_nothing_left_for_its_cache():
     for error in (no_cache(), wrapped(no_cache())):
         said = explain(error, QWEN, "loading the model", EMPTY)
         assert said.startswith("vLLM cannot start: its share is too small: weights and graphs take all of it")
-        assert "what helps most: --kv-cache-gib 5 (now 2.5); --backend unsloth; a smaller --model" in said
+        assert "what helps most: --kv-cache-gib 5 (now 2.5); --backend unsloth (now vllm); a smaller --model" in said
     by_hand = dataclasses.replace(QWEN, gpu_memory_utilization=0.16)
     said = explain(wrapped(no_cache()), by_hand, "loading the model", EMPTY)
-    assert "most: --gpu-memory-utilization 0.32 (now 0.16); no --gpu-memory-utilization (now 0.16); --no-fast" in said
+    assert "most: --gpu-memory-utilization 0.32 (now 0.16); no --gpu-memory-utilization (now 0.16); --backend unsloth (now vllm)" in said
     # what others take while it measures counts as vLLM's own
     said = explain(no_cache(), QWEN, "loading the model", dataclasses.replace(EMPTY, card_used_gib=9.0))
     assert said.startswith("vLLM cannot start: other processes took memory") and "too small" not in said
@@ -230,19 +230,19 @@ def test_vllm_has_nothing_left_for_its_cache():
 def test_vllm_cannot_hold_one_sequence():
     said = explain(wrapped(short_cache(left=0.1)), QWEN, "loading the model", None)
     assert "too small: 1024 tokens take 0.14 GiB of KV cache, and weights and graphs leave 0.1\n" in said
-    assert "most: --kv-cache-gib 2.64 (now 2.5); --max-completion-length 475 (now 768); --backend unsloth" in said
+    assert "most: --kv-cache-gib 2.64 (now 2.5); --max-completion-length 475 (now 768); --backend unsloth (now vllm)" in said
     assert "--max-completion-length" not in explain(short_cache(left=0.02), QWEN, "loading the model", None)
 
 
 def test_a_card_that_others_fill_is_no_share_that_is_too_large():
     said = explain(wrapped(not_free(free=3.2, total=15.7, share=0.4)), QWEN, "loading the model", None)
     assert said.startswith("vLLM cannot start: others fill the card: vLLM wants 6.28 GiB of the card's 15.7, and 3.2 are free")
-    assert "what helps most: end what else runs on the card (nvidia-smi lists it); --backend unsloth" in said
+    assert "what helps most: end what else runs on the card (nvidia-smi lists it); --backend unsloth (now vllm)" in said
     said = explain(not_free(free=14.6, total=15.7, share=0.95), QWEN, "loading the model", None)
     assert said.startswith("vLLM cannot start: its share is too large: vLLM wants 14.92 GiB")
-    assert "what helps most: --kv-cache-gib 1.88 (now 2.5); --backend unsloth" in said
+    assert "what helps most: --kv-cache-gib 1.88 (now 2.5); --backend unsloth (now vllm)" in said
     said = explain(not_free(free=14.6, total=16.0, share=0.95), BY_HAND, "loading the model", EMPTY)
-    assert "what helps most: --gpu-memory-utilization 0.34 (now 0.4); --backend unsloth" in said
+    assert "what helps most: --gpu-memory-utilization 0.34 (now 0.4); --backend unsloth (now vllm)" in said
 
 
 def test_a_race_is_no_shortage():
