@@ -1,13 +1,17 @@
 """Back ends side by side: two real ones on a CPU through the command, then the table and the differences out of MLflow."""
 
+import contextlib
+import os
 import re
 import subprocess
 import sys
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from mlflow.tracking import MlflowClient
 
+import checks
 from conftest import ENVIRONMENT, ROOT
 
 EXPERIMENT = "p7-grpo-backends"
@@ -19,6 +23,22 @@ def compare(*arguments, store, cwd, timeout=400) -> SimpleNamespace:
     done = subprocess.run([sys.executable, str(ROOT / "compare.py"), *map(str, arguments)], cwd=cwd, env=env,
                           capture_output=True, text=True, timeout=timeout)  # fmt: skip
     return SimpleNamespace(code=done.returncode, stdout=done.stdout, stderr=done.stderr)
+
+
+def here(*arguments, both, capsys) -> SimpleNamespace:
+    """The same in this process, which spares 7 seconds of imports."""
+    import compare as script
+
+    code, message = 0, ""
+    environment = {"CUDA_VISIBLE_DEVICES": "", "MLFLOW_TRACKING_URI": both.store}
+    with contextlib.chdir(both.folder), mock.patch.dict(os.environ, environment):
+        try:
+            script.main([str(argument) for argument in arguments])
+        except checks.Refused as refusal:
+            code, message = 2, str(refusal)
+        except SystemExit as stop:
+            code = stop.code
+    return SimpleNamespace(code=code, stdout=capsys.readouterr().out, message=message)
 
 
 @pytest.fixture(scope="module")
@@ -61,31 +81,31 @@ def test_the_same_quantities_are_logged(both):
         assert both.runs[name].data.metrics["rss_peak_gib"] > 0.5
 
 
-def test_the_table_is_read_back_from_the_store(both):
+def test_the_table_is_read_back_from_the_store(both, capsys):
     again = compare("table", both.parent, store=both.store, cwd=both.folder)
     assert again.code == 0 and again.stdout.strip() in both.done.stdout
     lines = again.stdout.splitlines()
     assert lines[0].startswith("| back end | run | steps | training, s | median step, s (from step 1) | p90, s |")
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| trl", "| vllm", "| paged"]
-    one = compare("table", both.parent, "--steps", 1, store=both.store, cwd=both.folder)
+    one = here("table", both.parent, "--steps", 1, both=both, capsys=capsys)
     assert one.code == 0 and " | 1 | " in one.stdout and " | 2 | " not in one.stdout
-    more = compare("table", both.parent, "--steps", 30, store=both.store, cwd=both.folder)
-    assert more.code == 2 and more.stderr == "compare.py: --steps 30: the longest of these runs has 2\n"
+    more = here("table", both.parent, "--steps", 30, both=both, capsys=capsys)
+    assert (more.code, more.message) == (2, "--steps 30: the longest of these runs has 2")
 
 
-def test_a_run_against_itself_is_all_zeros(both):
+def test_a_run_against_itself_is_all_zeros(both, capsys):
     run_id = both.runs["trl"].info.run_id
-    done = compare("diff", run_id, run_id, store=both.store, cwd=both.folder)
+    done = here("diff", run_id, run_id, both=both, capsys=capsys)
     assert done.code == 0 and done.stdout.splitlines()[-1] == "within the bands over 2 steps"
     for line in done.stdout.splitlines()[2:7]:
         assert line.endswith("| 0 | 0 |"), line
 
 
-def test_a_band_that_is_left_is_exit_code_1(both):
+def test_a_band_that_is_left_is_exit_code_1(both, capsys):
     ids = [both.runs[name].info.run_id for name in ("trl", "paged")]
-    inside = compare("diff", *ids, "--kl-max", 5, "--length-ratio", 10, store=both.store, cwd=both.folder)
+    inside = here("diff", *ids, "--kl-max", 5, "--length-ratio", 10, both=both, capsys=capsys)
     assert inside.code == 0 and "| KL | " in inside.stdout and "not logged" not in inside.stdout
-    outside = compare("diff", *ids, "--loss-max", -1, store=both.store, cwd=both.folder)
+    outside = here("diff", *ids, "--loss-max", -1, both=both, capsys=capsys)
     assert outside.code == 1 and "loss of trl is " in outside.stdout.splitlines()[-1]
 
 
@@ -102,15 +122,14 @@ def test_a_band_that_is_left_is_exit_code_1(both):
         (["table", "x", "--preset", "smollm2"], "table --preset: table --help lists what it takes"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_compared_is_refused_at_once(arguments, words, both):
-    done = compare(*arguments, store=both.store, cwd=both.folder, timeout=60)
-    assert done.code == 2 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
-    assert len(done.stderr.splitlines()) <= 2
+def test_what_cannot_be_compared_is_refused_at_once(arguments, words, both, capsys):
+    done = here(*arguments, both=both, capsys=capsys)
+    assert done.code == 2 and words in done.message and len(done.message.splitlines()) <= 2, done.message
 
 
-def test_runs_that_differ_are_refused_unless_asked_for(both):
+def test_runs_that_differ_are_refused_unless_asked_for(both, capsys):
     trl, vllm = both.runs["trl"].info.run_id, both.runs["vllm"].info.run_id
-    done = compare("diff", trl, vllm, store=both.store, cwd=both.folder)
-    assert done.code == 2 and f"not comparable: vllm ({vllm}) is FAILED" in done.stderr
-    anyway = compare("diff", trl, vllm, "--anyway", store=both.store, cwd=both.folder)
-    assert anyway.code == 2 and "the runs have 0 steps in common" in anyway.stderr
+    done = here("diff", trl, vllm, both=both, capsys=capsys)
+    assert done.code == 2 and f"not comparable: vllm ({vllm}) is FAILED" in done.message
+    anyway = here("diff", trl, vllm, "--anyway", both=both, capsys=capsys)
+    assert anyway.code == 2 and "the runs have 0 steps in common" in anyway.message

@@ -221,7 +221,7 @@ def test_vllm_has_nothing_left_for_its_cache():
         assert "what helps most: --kv-cache-gib 5 (now 2.5); --backend unsloth (now vllm); a smaller --model" in said
     by_hand = dataclasses.replace(QWEN, gpu_memory_utilization=0.16)
     said = explain(wrapped(no_cache()), by_hand, "loading the model", EMPTY)
-    assert "most: --gpu-memory-utilization 0.32 (now 0.16); no --gpu-memory-utilization (now 0.16); --backend unsloth (now vllm)" in said
+    assert "most: --gpu-memory-utilization 0.32 (now 0.16); no --gpu-memory-utilization (now 0.16); --backend uns" in said
     # what others take while it measures counts as vLLM's own
     said = explain(no_cache(), QWEN, "loading the model", dataclasses.replace(EMPTY, card_used_gib=9.0))
     assert said.startswith("vLLM cannot start: other processes took memory") and "too small" not in said
