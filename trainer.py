@@ -22,12 +22,17 @@ def make_ready(config, trainer, gpu) -> None:
     """What a new trainer still lacks: with Unsloth on a GPU, passes that a rollout fits into; with a beta, one adapter alone.
 
     TRL adds a copy of the untrained adapter as the reference. The base model is the same, without a second LoRA, and a
-    checkpoint that held both would resume with the wrong one.
+    checkpoint that held both would resume with the wrong one. Without Unsloth, TRL casts the adapter of a 4-bit model to 16
+    bits, in which small steps of the optimizer get lost: it is trained in 32, as with Unsloth.
     """
     if gpu and not config.plain:
         import scoring
 
         scoring.in_training_batches(trainer)
+    if config.plain:
+        for parameter in trainer.model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.float()
     if "ref" in trainer.model.peft_config:
         trainer.model.delete_adapter("ref")
 

@@ -51,6 +51,8 @@ BITSANDBYTES_LAYER = "model_executor/layers/quantization/bitsandbytes.py"
         ("vllm", BITSANDBYTES_LAYER, "x, weight[offsets[i] : offsets[i + 1]].t(), quant_states[i]"),
         ("unsloth", "models/loader.py", '\n    "compilation_config",\n'),  # engine.py, graphs_alone
         ("unsloth_zoo", "vllm_utils.py", "        if compilation_config == 3:\n"),
+        ("trl", "trainer/grpo_trainer.py", "param.data = param.data.to(torch.bfloat16)"),  # trainer.py, make_ready
+        ("trl", "trainer/grpo_trainer.py", "unwrapped_model.to(torch.bfloat16)"),  # paged.py
         ("unsloth_zoo", "vllm_utils.py", "explicit_max_num_seqs = max_num_seqs not in (None, 256)"),  # engine.py
         ("vllm", "config/vllm.py", "self.compilation_config.cudagraph_mode.requires_piecewise_compilation()\n            and "
          "self.compilation_config.mode != CompilationMode.VLLM_COMPILE\n"),

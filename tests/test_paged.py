@@ -1,6 +1,8 @@
 """transformers' continuous batching kept from step to step: right answers, also after an update, and errors that are said."""
 
+import dataclasses
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +16,7 @@ from transformers.generation import ContinuousBatchingConfig
 
 import paged
 import plain
+from trainer import make_ready
 
 CONFIG = train.Config(
     backend="paged", load_in="16bit", max_prompt_length=40, max_completion_length=12, num_generations=2,
@@ -86,6 +89,15 @@ def test_what_is_trained_stays_in_32_bits(model, engine):
     model.eval()
     paged.generate(engine, PROMPTS)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+
+
+@pytest.mark.parametrize("backend", ["trl", "paged"])
+def test_the_adapter_is_in_32_bits_after_trl_has_cast_it(model, backend):
+    """As TRL 1.15.0 casts it where the base is quantized; the base stays as it is."""
+    model.to(torch.bfloat16)
+    make_ready(dataclasses.replace(CONFIG, backend=backend), SimpleNamespace(model=model), gpu=None)
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
 
 
 def test_no_block_outlives_the_policy_that_filled_it():
