@@ -42,8 +42,8 @@ OWN = (
 ).split()
 # what may differ between two runs that are compared: how they generate, where they lie, and luck
 FREE = {"backend", "run_name", "output_dir", "experiment", "seed", "use_cuda_graph", "torch_compile", "lean_decode", "force",
-        "kv_cache_gib", "kv_cache_dtype", "vllm_enable_sleep_mode", "vllm_start_timeout", "gpu_memory_utilization",
-        "vram_limit_gib", "save_steps", "sample_steps", "vllm_importance_sampling_correction"}  # fmt: skip
+        "kv_cache_gib", "vllm_enable_sleep_mode", "vllm_start_timeout", "gpu_memory_utilization",
+        "vram_limit_gib", "save_steps", "sample_steps"}  # fmt: skip
 SERIES = {  # what diff compares, and the metrics that hold it (by the library's version, one or the other)
     "loss": ("loss",),
     "reward": ("reward",),
@@ -142,9 +142,17 @@ def run_all(options, gpu, store: str, stop: Stop) -> None:
         status = "FINISHED"
     finally:
         stop.leaving = True
+        runs = []
         with store_may_be_away(f"once it answers: uv run python compare.py table {parent}"):
-            conclude(client, parent, status, out)
+            runs = children(client, parent)
+        finished = any(run.status == "FINISHED" for run in runs)
+        with store_may_be_away(f"the parent run {parent} stays open"):
+            client.set_terminated(parent, status if finished or status == "KILLED" else "FAILED")
+        if runs:
+            conclude(client, parent, runs, out)
         say(f"parent run {parent}; {record.how_to_open(store, train.PROJECT)}, experiment {EXPERIMENT}")
+    if not finished:
+        sys.exit(1)
 
 
 @contextlib.contextmanager
@@ -225,24 +233,22 @@ def adopt(folder: Path, backend: str, parent: str, client) -> str | None:
     return None
 
 
-def conclude(client, parent: str, status: str, out: Path) -> None:
-    """Print the table, put table and figure beside the parent run, and close it."""
+def conclude(client, parent: str, runs: list["Run"], out: Path) -> None:
+    """Print the table, and put table and figure beside the parent run."""
     import pictures
 
-    if runs := children(client, parent):
-        text = in_a_table(runs, None)
-        say(text)
+    text = in_a_table(runs, None)
+    say(text)
+    with store_may_be_away("the table is on the screen alone"):
         client.log_text(parent, text, "table.md")
-        if drawn := [run for run in runs if len(run.steps) > 1]:
-            figure = pictures.backends({run.name: run.series() for run in drawn})
-            with contextlib.suppress(OSError):
-                out.mkdir(parents=True, exist_ok=True)
-                figure.savefig(out / "backends.png")
-                say(f"figure: {out / 'backends.png'}")
+    if drawn := {run.name: run.series() for run in runs if len(run.steps) > 1}:
+        figure = pictures.backends(drawn)
+        with contextlib.suppress(OSError):
+            out.mkdir(parents=True, exist_ok=True)
+            figure.savefig(out / "backends.png")
+            say(f"figure: {out / 'backends.png'}")
+        with store_may_be_away("the figure is in that folder alone"):
             client.log_figure(parent, figure, "backends.png")
-        if status == "FINISHED" and not any(run.status == "FINISHED" for run in runs):
-            status = "FAILED"
-    client.set_terminated(parent, status)
 
 
 # what MLflow has
@@ -276,6 +282,13 @@ class Run:
             together = [own[s] for s in range((step - 1) // each * each + 1, (step - 1) // each * each + each + 1) if s in own]
             spread[step] = statistics.mean(together)
         return spread
+
+    def lengths(self) -> dict[int, float]:
+        """Mean length of the answers that each step trains on; a rollout logs it at its first step."""
+        found, last = {}, 0.0
+        for step, metrics in self.steps.items():
+            found[step] = last = metrics.get("completions/mean_length", last)
+        return found
 
     def series(self) -> dict[str, list]:
         """What is drawn over the steps."""
@@ -337,18 +350,18 @@ def in_a_table(runs: list[Run], steps: int | None) -> str:
         raise checks.Refused(f"--steps {steps}: the longest of these runs has {longest}")
     counted = steps or longest
     first = SKIPPED + 1 if counted > SKIPPED else 1
-    rows = []
+    rows, pace = [], f"median step, s (from step {first})"
     for run in runs:
         seconds = {step: value for step, value in run.seconds().items() if step <= counted}
         late = {step: value for step, value in seconds.items() if step >= first}
         row = {"back end": run.name, "run": run.run_id, "steps": len(seconds)}
         if late:
-            lengths = [run.steps[step]["completions/mean_length"] for step in late]
+            lengths = [run.lengths()[step] for step in late]
             start = [run.metrics.get(f"start_seconds/{part}", 0) for part in ("imports", "to_first_step")]
             card, before = (run.metrics.get(f"vram_{name}_nvml_gib") for name in ("peak", "before"))
             row |= {
                 "training, s": sum(seconds.values()),
-                f"median step, s (from step {first})": statistics.median(late.values()),
+                pace: statistics.median(late.values()),
                 "p90, s": percentile(list(late.values()), 0.9),
                 "mean length, tokens": statistics.mean(lengths),
                 "generated tokens/s": sum(lengths) * run.completions / sum(late.values()),
@@ -359,9 +372,8 @@ def in_a_table(runs: list[Run], steps: int | None) -> str:
         row["what went wrong"] = run.error or ("" if run.status == "FINISHED" else run.status)
         rows.append(row)
     columns = list(max(rows, key=len))
-    if vllm := next((row for row in rows if row["back end"] == "vllm" and len(row) == len(columns)), None):
-        pace = columns[4]
-        columns.insert(7, "of vLLM's speed")
+    if vllm := next((row for row in rows if row["back end"] == "vllm" and pace in row), None):
+        columns.insert(columns.index(pace) + 1, "of vLLM's speed")
         for row in rows:
             row["of vLLM's speed"] = f"{100 * vllm[pace] / row[pace]:.0f} %" if pace in row else ""
     return table(columns, [[cell(row.get(column)) for column in columns] for row in rows])
@@ -425,7 +437,7 @@ def not_comparable(reference: Run, candidate: Run) -> list[str]:
 def noise_of(client, reference: Run) -> Run | None:
     """Another run of the reference's back end under the same parent, with the same config but for the seed."""
     parent = client.get_run(reference.run_id).data.tags.get("mlflow.parentRunId")
-    for run in read_children(parent) if parent else []:
+    for run in children(client, parent) if parent else []:
         same = run.params.get("backend") == reference.params.get("backend") and not not_comparable(reference, run)
         if same and run.params.get("seed") != reference.params.get("seed"):
             return run

@@ -12,12 +12,13 @@ from transformers.generation.continuous_batching.continuous_api import Backgroun
 from trl import GRPOTrainer
 
 
-def engine_arguments(config, on_gpu: bool) -> dict:
+def engine_arguments(config) -> dict:
     """transformers' ContinuousBatchingConfig for a rollout of a train.Config: room for all its sequences at once.
 
-    No prompt's blocks are shared: they would still be those of the policy that filled them when the next one generates.
+    No prompt's blocks are shared: they would still be those of the policy that filled them when the next one generates. The
+    other half of the memory, which TRL keeps free of it, is what training takes anyway.
     """
-    block_size = 256 if on_gpu else 16
+    block_size = 16
     blocks = config.rollout_batch * (math.ceil(config.max_seq_length / block_size) + 1)
     return {
         "block_size": block_size,
@@ -25,6 +26,7 @@ def engine_arguments(config, on_gpu: bool) -> dict:
         "max_batch_tokens": max(256, config.rollout_batch),
         "max_requests_per_batch": config.rollout_batch,
         "allow_block_sharing": False,
+        "max_memory_percent": 0.9,
         "use_cuda_graph": config.use_cuda_graph,
     }
 
@@ -56,7 +58,11 @@ def generate(engine: ContinuousBatchingManager, prompts: list[list[int]]) -> lis
     Raises RuntimeError for an answer that failed or is missing: the engine itself only logs it.
     """
     if engine.batch_processor is None:
-        engine.warmup()
+        try:
+            with torch.random.fork_rng():  # it seeds all generators anew: a resumed run would leave its own
+                engine.warmup()
+        except MemoryError as error:  # of the card, which Python's word for RAM does not say
+            raise torch.cuda.OutOfMemoryError(f"GPU: no room for the cache of continuous batching: {error}") from error
     engine.background_thread_status.clear()
     requests = engine.add_requests(prompts)
     engine.background_thread_status.request_stop(BackgroundThreadStatus.FLUSH_AND_STOP, engine.distributed_helper.global_rank)
@@ -68,5 +74,6 @@ def generate(engine: ContinuousBatchingManager, prompts: list[list[int]]) -> lis
     failed = [answer.error for answer in answers.values() if answer.error]
     if failed or len(answers) < len(requests):
         why = engine.background_thread_status.fatal_error or (failed[0] if failed else "no reason given")
-        raise RuntimeError(f"continuous batching answered {len(answers) - len(failed)} of {len(requests)} prompts: {why}")
+        said = f"continuous batching answered {len(answers) - len(failed)} of {len(requests)} prompts: {why}"
+        raise RuntimeError(said) from engine.background_thread_status.fatal_error
     return [answers[request].generated_tokens for request in requests]

@@ -55,7 +55,7 @@ def grpo_arguments(config, run_dir: Path, on_gpu: bool) -> dict:
 
         by_backend = {
             "use_transformers_continuous_batching": True,
-            "transformers_continuous_batching_config": engine_arguments(config, on_gpu),
+            "transformers_continuous_batching_config": engine_arguments(config),
         }
     elif on_gpu and not config.plain:
         by_backend = {"unsloth_grpo_mini_batch": config.per_device_train_batch_size}

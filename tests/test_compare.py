@@ -133,3 +133,46 @@ def test_runs_that_differ_are_refused_unless_asked_for(both, capsys):
     assert done.code == 2 and f"not comparable: vllm ({vllm}) is FAILED" in done.message
     anyway = here("diff", trl, vllm, "--anyway", both=both, capsys=capsys)
     assert anyway.code == 2 and "the runs have 0 steps in common" in anyway.message
+
+
+@pytest.fixture
+def made_up(both, capsys):
+    """A parent with two runs that MLflow was told of: one of rollouts of two steps, and one that logged nothing."""
+    experiment = both.client.get_experiment_by_name(EXPERIMENT)
+    parent = both.client.create_run(experiment.experiment_id).info.run_id
+    runs = []
+    for backend in ("vllm", "unsloth"):
+        run = both.client.create_run(experiment.experiment_id)
+        runs.append(run.info.run_id)
+        both.client.set_tag(runs[-1], "mlflow.parentRunId", parent)
+        both.client.set_tag(runs[-1], "backend", backend)
+    params = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 1,
+        "steps_per_generation": 2,
+        "num_iterations": 1,
+    }
+    for name, value in params.items():
+        both.client.log_param(runs[0], name, value)
+    for step in range(1, 7):  # generation at every other step
+        rollout = {"seconds/generation": 3.0, "completions/mean_length": 100.0} if step % 2 else {"seconds/generation": 0.0}
+        for name, value in {"seconds/forward_backward": 0.5, **rollout}.items():
+            both.client.log_metric(runs[0], name, value, step=step)
+    both.client.set_tag(runs[1], "error", "OutOfMemoryError: no room")
+    return SimpleNamespace(parent=parent, runs=runs)
+
+
+def test_a_rollout_of_two_steps_counts_as_a_whole(made_up, both, capsys):
+    """3 s of generation for two steps of 0.5 s and 4 answers of 100 tokens: 2 s a step, 200 tokens a second."""
+    done = here("table", made_up.parent, both=both, capsys=capsys)
+    first, second = (line.split(" | ") for line in done.stdout.splitlines()[2:])
+    assert first[2:9] == ["6", "12", "2", "100 %", "2", "100", "200"]
+    assert second[0] == "| unsloth" and second[-1] == "OutOfMemoryError: no room |"
+
+
+def test_back_ends_that_logged_nothing_are_rows_all_the_same(made_up, both, capsys):
+    both.client.delete_run(made_up.runs[0])
+    both.client.set_tag(made_up.runs[1], "backend", "vllm")
+    done = here("table", made_up.parent, both=both, capsys=capsys)
+    assert done.code == 0
+    assert done.stdout.splitlines()[2] == f"| vllm | {made_up.runs[1]} | 0 | OutOfMemoryError: no room |"

@@ -38,7 +38,7 @@ def model(tmp_path):
 @pytest.fixture
 def engine(model):
     greedy = GenerationConfig(do_sample=False, max_new_tokens=12, eos_token_id=1, pad_token_id=0)
-    arguments = ContinuousBatchingConfig(**paged.engine_arguments(CONFIG, on_gpu=False))
+    arguments = ContinuousBatchingConfig(**paged.engine_arguments(CONFIG))
     return paged.ContinuousBatchingManager(model.get_base_model(), greedy, arguments)
 
 
@@ -77,8 +77,19 @@ def test_an_engine_that_fails_is_an_error_and_not_a_shorter_list(model, engine, 
         raise ValueError("a kernel that is not there")
 
     monkeypatch.setattr(engine.batch_processor.model_runner, "compute_batch", fail)
-    with pytest.raises(RuntimeError, match="answered 0 of 6 prompts: a kernel that is not there"):
+    with pytest.raises(RuntimeError, match="answered 0 of 6 prompts: a kernel that is not there") as failure:
         paged.generate(engine, PROMPTS)
+    assert isinstance(failure.value.__cause__, ValueError)
+
+
+def test_making_the_engine_leaves_the_random_numbers_alone(model, engine):
+    """transformers seeds torch with a new number then: a resumed run would draw others than the unbroken one."""
+    model.eval()
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    paged.generate(engine, PROMPTS)  # greedy: it draws none
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_what_is_trained_stays_in_32_bits(model, engine):
@@ -101,7 +112,7 @@ def test_the_adapter_is_in_32_bits_after_trl_has_cast_it(model, backend):
 
 
 def test_no_block_outlives_the_policy_that_filled_it():
-    arguments = paged.engine_arguments(CONFIG, on_gpu=False)
+    arguments = paged.engine_arguments(CONFIG)
     assert arguments["allow_block_sharing"] is False
     # a block of 16 tokens more than the longest sequence takes, for each of the six
     assert (arguments["block_size"], arguments["num_blocks"]) == (16, 6 * (4 + 1))
