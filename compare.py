@@ -44,12 +44,12 @@ OWN = (
 FREE = {"backend", "run_name", "output_dir", "experiment", "seed", "use_cuda_graph", "torch_compile", "lean_decode", "force",
         "kv_cache_gib", "vllm_enable_sleep_mode", "vllm_start_timeout", "gpu_memory_utilization",
         "vram_limit_gib", "save_steps", "sample_steps"}  # fmt: skip
-SERIES = {  # what diff compares, and the metrics that hold it (by the library's version, one or the other)
-    "loss": ("loss",),
-    "reward": ("reward",),
-    "KL": ("kl",),
-    "grad_norm": ("grad_norm",),
-    "completion length": ("completions/mean_length",),
+SERIES = {  # what diff compares and the figure shows, by the metric's name
+    "loss": "loss",
+    "reward": "reward",
+    "KL": "kl",
+    "grad_norm": "grad_norm",
+    "completion length": "completions/mean_length",
 }
 SKIPPED = 3  # steps that compile and warm up
 
@@ -101,7 +101,10 @@ def run_all(options, gpu, store: str, stop: Stop) -> None:
             raise checks.Refused(f"{word}: compare sets it itself; compare.py run --help lists what can be said")
     os.environ.update({**train.ENVIRONMENT, **os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})  # NVML counts cards in that order
     flags = [*options.flags, *same_for_all(options.flags, gpu)]
-    plans = [(backend, config_for(backend, flags, gpu)) for backend in options.backends]
+    plans = [
+        (backend, command_line.parse(train.Config, train.PRESETS, [*flags, "--backend", backend], gpu, "compare.py"))
+        for backend in options.backends
+    ]
     if options.noise:
         backend, config = plans[0]
         plans.insert(1, (backend, dataclasses.replace(config, seed=config.seed + 1)))
@@ -174,11 +177,6 @@ def same_for_all(flags: list[str], gpu) -> list[str]:
     if "--steps-per-generation" not in given:
         added += ["--steps-per-generation", "None"]
     return added
-
-
-def config_for(backend: str, flags: list[str], gpu):
-    """The config that train.py will make of the flags; those about vLLM alone are left to it, and refused by the others."""
-    return command_line.parse(train.Config, train.PRESETS, [*flags, "--backend", backend], gpu, "compare.py")
 
 
 def start(flags: list[str], config, gpu, parent: str, client, folder: Path) -> tuple[str | None, str | None]:
@@ -293,8 +291,8 @@ class Run:
     def series(self) -> dict[str, list]:
         """What is drawn over the steps."""
         found = {"step": list(self.steps), "seconds a step": list(self.seconds().values())}
-        for title, names in SERIES.items():
-            found[title] = [next((metrics[n] for n in names if n in metrics), None) for metrics in self.steps.values()]
+        for title, name in SERIES.items():
+            found[title] = [metrics.get(name) for metrics in self.steps.values()]
         return found
 
 
@@ -407,9 +405,9 @@ def difference(options) -> int:
         )
     noise = noise_of(client, reference)
     rows = []
-    for title, names in SERIES.items():
-        row = [title, *apart(reference, candidate, names, steps)]
-        rows.append(row + (apart(reference, noise, names, steps) if noise else []))
+    for title, name in SERIES.items():
+        row = [title, *apart(reference, candidate, name, steps)]
+        rows.append(row + (apart(reference, noise, name, steps) if noise else []))
     seeds = reference.params.get("seed"), candidate.params.get("seed")
     columns = ["by step", f"max, {reference.name} (seed {seeds[0]}) and {candidate.name} (seed {seeds[1]})", "mean"]
     if noise:
@@ -444,13 +442,13 @@ def noise_of(client, reference: Run) -> Run | None:
     return None
 
 
-def values_of(run: Run, names: tuple[str, ...], steps: list[int]) -> list[float | None]:
-    return [next((run.steps[step][n] for n in names if n in run.steps.get(step, {})), None) for step in steps]
+def values_of(run: Run, name: str, steps: list[int]) -> list[float | None]:
+    return [run.steps.get(step, {}).get(name) for step in steps]
 
 
-def apart(one: Run, other: Run, names: tuple[str, ...], steps: list[int]) -> list[str]:
+def apart(one: Run, other: Run, name: str, steps: list[int]) -> list[str]:
     """The largest and the mean difference of a metric, step by step."""
-    pairs = zip(values_of(one, names, steps), values_of(other, names, steps))
+    pairs = zip(values_of(one, name, steps), values_of(other, name, steps))
     differences = [abs(a - b) for a, b in pairs if a is not None and b is not None]
     if not differences:
         return ["not logged by both", ""]
@@ -461,7 +459,7 @@ def bands_left(reference: Run, candidate: Run, steps: list[int], options) -> lis
     """What of either run is outside: losses, KL, numbers that are none, and answers that grow without end."""
     left = []
     for run in (reference, candidate):
-        values = {title: values_of(run, names, steps) for title, names in SERIES.items()}
+        values = {title: values_of(run, name, steps) for title, name in SERIES.items()}
         for title, found in values.items():
             if bad := [step for step, value in zip(steps, found) if value is not None and not math.isfinite(value)]:
                 left.append(f"{title} of {run.name} is no number in step {bad[0]}")

@@ -15,8 +15,7 @@ from trl import GRPOTrainer
 def engine_arguments(config) -> dict:
     """transformers' ContinuousBatchingConfig for a rollout of a train.Config: room for all its sequences at once.
 
-    No prompt's blocks are shared: they would still be those of the policy that filled them when the next one generates. The
-    other half of the memory, which TRL keeps free of it, is what training takes anyway.
+    No prompt's blocks are shared: they would still be those of the policy that filled them when the next one generates.
     """
     block_size = 16
     blocks = config.rollout_batch * (math.ceil(config.max_seq_length / block_size) + 1)
