@@ -24,6 +24,7 @@ from shapes import SHAPES, Shape, shape_of, weights_of
 GIB = 2**30
 PREFILL_TOKENS = 2048  # what vLLM takes in one prefill pass, and profiles itself with
 EVALUATED_AT_ONCE = 64  # problems that an evaluation without vLLM answers at once
+PAGED_BLOCK = 16  # tokens in a block of continuous batching's cache
 MARGIN = 0.03  # of the card: what is suggested leaves as much, since the plan has been off by so much
 
 # Bytes fitted to the runs in README.md (The budget, measured): H200, driver 580.159.04, the stack of uv.lock.
@@ -35,6 +36,9 @@ SLACK_WITH_CHECKPOINTING = round(0.19 * GIB)
 SLACK_WITH_SLEEP = 0.33  # of the activations, beside that: torch's blocks without expandable segments, fitted to one run
 UNSLOTHS_OWN = 70 * 2**20
 GENERATE_COPIES = 3.3  # of generate()'s cache, at its peak: from two runs without vLLM, 1.16 GiB for Qwen3-4B's 0.35
+# The same of the back ends without Unsloth (trl, paged)
+PLAIN_GENERATE_COPIES = 1.5
+PLAIN_BLOCKS = 3.5  # as many bytes in a block as in one of Unsloth's: 32-bit norms, and an input for each LoRA layer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,13 +98,15 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
     profile = profile_bytes(config, shape) if vllm else 0
     around_cache = weights + slots + profile + VLLM_ITSELF
     kv_bytes = shape.kv_bytes(config.kv_cache_dtype)
+    evaluated = min(config.eval_problems, EVALUATED_AT_ONCE)
     if vllm and config.gpu_memory_utilization:
         kv = max(config.gpu_memory_utilization * share_of_gib * GIB - around_cache, 0)
     elif vllm:
         kv = config.kv_cache_gib * GIB
+    elif config.backend == "paged":
+        kv = paged_blocks(config) * PAGED_BLOCK * kv_bytes
     else:
-        rows = max(config.rollout_batch, min(config.eval_problems, EVALUATED_AT_ONCE))
-        kv = rows * config.max_seq_length * kv_bytes
+        kv = max(config.rollout_batch, evaluated) * config.max_seq_length * kv_bytes
     kv_tokens = int(kv / kv_bytes) // 16 * 16
     of_kv = f"{kv_tokens:,} tokens of {kv_bytes:,} bytes: {kv_tokens // config.max_seq_length} sequences of full length"
     longest = min(kv_tokens, unsloths_longest(config, shape, around_cache + kv)) if vllm else kv_tokens
@@ -109,11 +115,11 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
     # top of all blocks
     tokens = config.per_device_train_batch_size * config.max_seq_length
     inputs, of_inputs = kept_bytes(config, shape, tokens)
-    activations = inputs + (block_bytes(shape, tokens) if config.gradient_checkpointing else 0)
+    activations = inputs + (block_bytes(config, shape, tokens) if config.gradient_checkpointing else 0)
     logits, of_logits = logits_bytes(config, shape, card_gib)
     logits_on_top = max(logits - activations, 0) if config.gradient_checkpointing else logits
     training = activations + logits_on_top + 4 * lora
-    staging = 2 * tokens * shape.hidden if config.gradient_checkpointing else 0
+    staging = 0 if config.plain else UNSLOTHS_OWN + (2 * tokens * shape.hidden if config.gradient_checkpointing else 0)
     slack = SLACK_WITH_CHECKPOINTING if config.gradient_checkpointing else SLACK
 
     # what generates has given back its tensors when training begins; vLLM's cache stays
@@ -121,8 +127,11 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
     if config.vllm_enable_sleep_mode:
         kv_now, of_kv = max(kv + profile - training, 0), f"given back while training: {of_kv}"
         slack += round(SLACK_WITH_SLEEP * activations)
-    if not vllm:
-        kv, kv_kind = GENERATE_COPIES * kv, "estimated"
+    if config.backend == "paged":  # its cache stays; in evaluations generate() has one of its own beside it
+        evaluation = PLAIN_GENERATE_COPIES * evaluated * config.max_seq_length * kv_bytes
+        kv_now = kv + max(evaluation - training, 0)
+    elif not vllm:
+        kv, kv_kind = (PLAIN_GENERATE_COPIES if config.plain else GENERATE_COPIES) * kv, "estimated"
         kv_now, of_kv = max(kv - training, 0), f"generate()'s, with copies, also in evaluations: {of_kv}"
 
     def line(key, title, size, kind, formula, counted=None):
@@ -144,7 +153,7 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
         line("vllm_graphs", "vLLM's CUDA graphs", graph_bytes(config, shape) if vllm else 0, "estimated",
              f"{graph_count(config)} graphs and their pool"),
         line("slack", "allocator slack", slack, "estimated", "torch's blocks that no tensor fills"),
-        line("other", "all else", UNSLOTHS_OWN + staging, "estimated", "Unsloth's staging buffers, rope tables, small tensors"),
+        line("other", "all else", staging, "estimated", "Unsloth's staging buffers, rope tables, small tensors"),
     )  # fmt: skip
     share = (around_cache + kv) / GIB if vllm else 0.0
     beside_torch = (CONTEXT + (GRAPHS_BESIDE_TORCH if vllm else 0)) / GIB
@@ -158,6 +167,11 @@ def seats(config) -> int:
     """
     most = max(16, config.rollout_batch)
     return most + (most == 256)
+
+
+def paged_blocks(config) -> int:
+    """Blocks of the cache of continuous batching (paged.py): room for a whole rollout, and one more block for each sequence."""
+    return config.rollout_batch * (math.ceil(config.max_seq_length / PAGED_BLOCK) + 1)
 
 
 def unsloths_longest(config, shape: Shape, share: float) -> int:
@@ -195,26 +209,35 @@ def kept_bytes(config, shape: Shape, tokens: int) -> tuple[int, str]:
     """Bytes of `tokens` tokens, packed into one row, that stand in 16 bits until the backward pass is through.
 
     With checkpointing that is each block's input. Unsloth moves those to RAM in the forward pass, but by the end of the
-    backward pass as much is on the card again.
+    backward pass as much is on the card again. Without Unsloth they stay there, and rows are padded to the longest.
     """
     if config.gradient_checkpointing:
         return 2 * tokens * shape.layers * shape.hidden, f"{shape.layers} blocks' inputs and one block"
+    if config.plain:
+        return shape.layers * block_bytes(config, shape, tokens), f"{shape.layers} blocks whole"
     attention = 2 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     return 2 * tokens * shape.layers * (2 * shape.hidden + attention + 3 * shape.intermediate), f"{shape.layers} blocks whole"
 
 
-def block_bytes(shape: Shape, tokens: int) -> int:
-    """Bytes at work in one block's backward pass: three tensors as wide as the MLP, four as wide as the stream."""
-    return 2 * tokens * (3 * shape.intermediate + 4 * shape.hidden)
+def block_bytes(config, shape: Shape, tokens: int) -> int:
+    """Bytes at work in one block's backward pass: three tensors as wide as the MLP, four as wide as the stream.
+
+    Without Unsloth several times as much.
+    """
+    return round((PLAIN_BLOCKS if config.plain else 1) * 2 * tokens * (3 * shape.intermediate + 4 * shape.hidden))
 
 
 def logits_bytes(config, shape: Shape, card_gib: float) -> tuple[int, str]:
-    """Bytes of the buffer in which Unsloth makes logits in 32 bits, a part at a time, and of the hidden states around it.
+    """Bytes of the buffer in which logits are made, a part at a time, and of the hidden states around it.
 
     By the rules of unsloth_zoo 2026.10.9, fused_losses/fused_linear.py: tiles of at most 256 MiB on cards up to 24.5 GiB and
-    from 4,096 tokens on, chunks of at least 512 rows of Qwen3's vocabulary else. A limit does not make a card small.
+    from 4,096 tokens on, chunks of at least 512 rows of Qwen3's vocabulary else. A limit does not make a card small. Without
+    Unsloth by those of TRL 1.15.0, kernels/chunked_logprob.py.
     """
     tokens = config.per_device_train_batch_size * config.max_completion_length
+    if config.plain:
+        rows, columns = min(tokens, 4096), min(shape.vocabulary, 8192)
+        return 2 * rows * columns + 4 * tokens * shape.hidden, f"{rows:,} tokens x {columns:,} words in 16 bits"
     small = card_gib <= 24.5
     if small or tokens >= 4096:
         rows = min(4096, tokens)

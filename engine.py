@@ -17,7 +17,7 @@ def memory_plan(config, gpu: Gpu, model: str, free_gib: float) -> tuple[shapes.S
     """The shape of a model folder or hub id, and the budget of a run with it where so much of the card is free.
 
     Refuses what cannot fit, with the nearest that does; --force lets pass what might. A model that there is no plan for goes
-    without, where vLLM's share is given by hand or vLLM is not used; so does one that is trained without Unsloth.
+    without, where vLLM's share is given by hand or vLLM is not used.
     """
     try:
         shape = shapes.shape_of(models.shape_source(model, config.load_in))
@@ -28,8 +28,6 @@ def memory_plan(config, gpu: Gpu, model: str, free_gib: float) -> tuple[shapes.S
         check_precision(config, None, gpu.name, gpu.compute_capability)
         return None, None
     check_precision(config, shape, gpu.name, gpu.compute_capability)
-    if config.plain:  # the plan is of Unsloth's passes
-        return shape, None
     usable_gib = min(config.vram_limit_gib or math.inf, free_gib)
     found = budget.refusal(config, shape, usable_gib, gpu.total_gib, gpu.compute_capability)
     if found and not (config.force and found[1]):

@@ -5,11 +5,11 @@ engine's thread has died. transformers keeps an engine on request, but also the 
 What is used of it was read in transformers 5.17.0 (generation/continuous_batching) and TRL 1.15.0, and is held by tests.
 """
 
-import math
-
 import torch
 from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus, ContinuousBatchingManager
 from trl import GRPOTrainer
+
+import budget
 
 
 def engine_arguments(config) -> dict:
@@ -17,11 +17,9 @@ def engine_arguments(config) -> dict:
 
     No prompt's blocks are shared: they would still be those of the policy that filled them when the next one generates.
     """
-    block_size = 16
-    blocks = config.rollout_batch * (math.ceil(config.max_seq_length / block_size) + 1)
     return {
-        "block_size": block_size,
-        "num_blocks": blocks,
+        "block_size": budget.PAGED_BLOCK,
+        "num_blocks": budget.paged_blocks(config),
         "max_batch_tokens": max(256, config.rollout_batch),
         "max_requests_per_batch": config.rollout_batch,
         "allow_block_sharing": False,

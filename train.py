@@ -371,7 +371,7 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
 
     # data: problems with prompts that fit, in the order of training
     console.doing = "loading the model"
-    name = models.resolve_model(config.model, config.load_in, by_unsloth=gpu is not None and not config.plain)
+    name = models.resolve_model(config.model, config.load_in, gpu is not None, config.plain)
     tokenizer = models.read_tokenizer(name)
     drawn = len(train_set)
     train_set = drop_long_prompts(train_set, tokenizer, config, "training", config.prompts_per_rollout, console)
@@ -382,7 +382,7 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     # model: the frozen base, with vLLM beside it where wanted, and a LoRA on its seven projections
     shape, plan = engine.memory_plan(config, gpu, name, peak.free_gib) if gpu else (None, None)  # of the very copy that loads
     run.plan(plan)
-    meter = Meter(gpu, peak, phases, plan, console.say, sleeps=config.vllm_enable_sleep_mode)
+    meter = Meter(gpu, peak, phases, plan, console.say, config.vllm_enable_sleep_mode, config.backend == "paged")
     if config.fast_inference:
         meter.watch_engine()
     with engine.bounded_start(console, run, config.vllm_start_timeout) if config.fast_inference else contextlib.nullcontext():

@@ -27,11 +27,12 @@ class Meter:
     `gpu` is gpu.Gpu, `peak` gpu.PeakMemory, `phases` phases.Phases, `say` prints a line; without a plan (on a CPU) nothing is
     measured. `points` are the counters after each phase of the start, by name: what the card holds for this process (NVML,
     above what it held before, so others must not come or go), torch's tensors, torch's blocks. `sleeps`: vLLM gives its cache
-    back between rollouts.
+    back between rollouts. `paged`: the cache of continuous batching is made in the first one, and stays.
     """
 
-    def __init__(self, gpu, peak, phases, plan, say, sleeps=False):
-        self.gpu, self.peak, self.phases, self.plan, self.say, self.sleeps = gpu, peak, phases, plan, say, sleeps
+    def __init__(self, gpu, peak, phases, plan, say, sleeps=False, paged=False):
+        self.gpu, self.peak, self.phases, self.plan, self.say = gpu, peak, phases, plan, say
+        self.sleeps, self.paged = sleeps, paged
         self.off = plan is None
         self.points = {}
         self.lines = {}  # by the plan's keys
@@ -124,7 +125,7 @@ class Meter:
         total = self.peak.peak_gib - self.peak.start_gib
         counted = {**lines, "vllm_activations": 0.0, "logits": self.phases.highest / GIB - peaks["forward_backward"]}
         if "vllm_graphs" not in lines:
-            counted["kv_cache"] = 0.0
+            counted["kv_cache"] *= self.paged
         elif self.sleeps:
             training = counted["gradients"] + counted["activations"] + counted["logits"]
             counted["kv_cache"] = max(lines["kv_cache"] + lines["vllm_activations"] - training, 0.0)
