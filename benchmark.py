@@ -288,7 +288,7 @@ class Lab:
         if not (gpu and config.plain):
             import unsloth  # noqa: F401, isort: skip
 
-        name = models.resolve_model(config.model, config.load_in, by_unsloth=gpu is not None and not config.plain)
+        name = models.resolve_model(config.model, config.load_in, gpu is not None, config.plain)
         self.shape, plan = engine.memory_plan(config, gpu, name, gpu.free_gib()) if gpu else (None, None)
         seconds = config.vllm_start_timeout
         late = f"vLLM has not started within {seconds:g} s (--vllm-start-timeout)"

@@ -4,6 +4,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+import runpy
 import shutil
 import tempfile
 from copy import deepcopy
@@ -103,24 +104,35 @@ def check_disk(name: str) -> None:
         )
 
 
-def resolve_model(name: str, load_in: str, by_unsloth: bool) -> str:
-    """The folder or hub id that will be loaded. Call it after `import unsloth`, where that loads it.
+def resolve_model(name: str, load_in: str, on_gpu: bool, plain: bool = False) -> str:
+    """The folder or hub id that will be loaded. Call it after `import unsloth`, unless the back end is a `plain` one.
 
-    The embedded model becomes a folder. For a hub id, Unsloth on a GPU (`by_unsloth`) picks a copy of its own, a quantized
-    one for 4bit alone: fp8 is made of the 16-bit one as it loads. `get_model_name` is its own function, read in unsloth
-    2026.10.9, and tests hold it in place.
+    The embedded model becomes a folder. For a hub id, Unsloth on a GPU picks a copy of its own, a quantized one for 4bit alone:
+    fp8 is made of the 16-bit one as it loads. `get_model_name` is its own function, read in unsloth 2026.10.9, and tests hold
+    it in place. Plain back ends take the same copy in 4bit, so that all of them train the same weights.
     """
     if name == EMBEDDED:
         return str(embedded_folder())
     if Path(name).is_dir():
         return str(Path(name).resolve())
-    if by_unsloth:
+    if on_gpu and plain:
+        name = quantized_copy(name) if load_in == "4bit" else name
+    elif on_gpu:
         from unsloth.models.loader_utils import get_model_name
 
         name = get_model_name(name, load_in_4bit=load_in == "4bit")
     check_disk(name)
     download(name)
     return name
+
+
+def quantized_copy(name: str) -> str:
+    """Unsloth's 4-bit copy of a hub model, or the name itself, from its table and without importing it, which patches TRL.
+
+    The table is internal, read in unsloth 2026.10.9 (models/mapper.py): a test compares it with what Unsloth resolves.
+    """
+    unsloth = Path(importlib.util.find_spec("unsloth").origin).parent
+    return runpy.run_path(str(unsloth / "models" / "mapper.py"))["FLOAT_TO_INT_MAPPER"].get(name.lower(), name)
 
 
 def read_tokenizer(name: str):

@@ -51,7 +51,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return AutoTokenizer.from_pretrained(models.resolve_model("smollm2-135m-instruct", "16bit", by_unsloth=False))
+    return AutoTokenizer.from_pretrained(models.resolve_model("smollm2-135m-instruct", "16bit", on_gpu=False))
 
 
 @pytest.fixture
