@@ -1,6 +1,7 @@
 """Rollout back ends side by side: the same training in a fresh process for each, read back from MLflow.
 
     uv run python compare.py run --backends vllm unsloth paged trl --steps 10      flags after -- are train.py's
+    uv run python compare.py run --backends paged "paged --use-cuda-graph" "trl --torch-compile"      with a flag of its own
     uv run python compare.py table PARENT --steps 10                               the first 10 steps of longer runs
     uv run python compare.py diff REFERENCE CANDIDATE                              exit code 1: outside of the bands
 
@@ -50,6 +51,7 @@ SERIES = {  # what diff compares and the figure shows, by the metric's name
     "KL": "kl",
     "grad_norm": "grad_norm",
     "completion length": "completions/mean_length",
+    "compression ratio": "completions/compression_ratio",
 }
 SKIPPED = 3  # steps that compile and warm up
 
@@ -58,12 +60,13 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="compare.py", description=__doc__.partition("\n")[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", allow_abbrev=False, help="train with each back end, one after the other")
-    run.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=BACKENDS)
+    run.add_argument("--backends", nargs="+", default=list(BACKENDS), metavar="BACKEND",
+                     help=f"{', '.join(BACKENDS)}, or one with flags of its own in quotes")  # fmt: skip
     run.add_argument("--steps", type=int, default=10, help="optimizer steps of each")
     run.add_argument("--noise", action="store_true", help="the first back end once more, with the next seed")
     run.add_argument("--out", help="folder for what the runs write; by itself a new one in benchmarks/")
-    one = commands.add_parser("table", allow_abbrev=False, help="speed and memory of a parent's runs")
-    one.add_argument("parent", help="id of the parent run")
+    one = commands.add_parser("table", allow_abbrev=False, help="speed and memory of the runs under one parent or several")
+    one.add_argument("parents", nargs="+", metavar="parent", help="id of a parent run")
     two = commands.add_parser("diff", allow_abbrev=False, help="how far apart two runs are; 1 where a band is left")
     two.add_argument("reference", help="id of a run")
     two.add_argument("candidate", help="id of a run")
@@ -72,6 +75,9 @@ def main(arguments: list[str]) -> None:
     two.add_argument("--loss-min", type=float, default=-0.3)
     two.add_argument("--loss-max", type=float, default=1.0)
     two.add_argument("--length-ratio", type=float, default=1.5, help="mean length over the last third, against the reference's")
+    two.add_argument("--compression-ratio", type=float, default=1.5,
+                     help="how well the answers of the last third compress, against the reference's: a loop compresses better, "
+                     "noise worse; either by less than this factor")  # fmt: skip
     for command in (one, two):
         command.add_argument("--steps", type=int, help="only so many of the first steps")
     before = arguments[: arguments.index("--")] if "--" in arguments else arguments
@@ -86,7 +92,7 @@ def main(arguments: list[str]) -> None:
         with Stop() as stop:
             run_all(options, find_gpu()[0], store, stop)
     elif options.command == "table":
-        print(in_a_table(read_children(options.parent), options.steps))
+        print(in_a_table([run for parent in options.parents for run in read_children(parent)], options.steps))
     else:
         sys.exit(difference(options))
 
@@ -101,19 +107,19 @@ def run_all(options, gpu, store: str, stop: Stop) -> None:
             raise checks.Refused(f"{word}: compare sets it itself; compare.py run --help lists what can be said")
     os.environ.update({**train.ENVIRONMENT, **os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})  # NVML counts cards in that order
     flags = [*options.flags, *same_for_all(options.flags, gpu)]
-    plans = [
-        (backend, command_line.parse(train.Config, train.PRESETS, [*flags, "--backend", backend], gpu, "compare.py"))
-        for backend in options.backends
-    ]
+    plans = []
+    for name in options.backends:
+        own = ["--backend", *flags_of(name)]
+        plans.append((name, own, command_line.parse(train.Config, train.PRESETS, [*flags, *own], gpu, "compare.py")))
     if options.noise:
-        backend, config = plans[0]
-        plans.insert(1, (backend, dataclasses.replace(config, seed=config.seed + 1)))
-    for _, config in plans:  # what is wrong for all is refused before anything starts
+        name, own, config = plans[0]
+        plans.insert(1, (name, own, dataclasses.replace(config, seed=config.seed + 1)))
+    for _, _, config in plans:  # what is wrong for all is refused before anything starts
         checks.check_config(config)
-    models.check_model(plans[0][1].model, plans[0][1].load_in)
+    first = plans[0][-1]
+    models.check_model(first.model, first.load_in)
     out = Path(options.out or f"benchmarks/backends-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
     checks.check_output_dir(out)
-    first = plans[0][1]
     say(f"{machine(gpu)}; {options.steps} steps of {first.effective_batch} completions in groups of {first.num_generations}, "
         f"a rollout for each {'step' if first.steps_per_rollout == 1 else f'{first.steps_per_rollout} steps'}")  # fmt: skip
 
@@ -127,20 +133,21 @@ def run_all(options, gpu, store: str, stop: Stop) -> None:
         client.log_param(parent, name, value[:6000])
     status = "KILLED"
     try:
-        for i, (backend, config) in enumerate(plans):
-            say(f"== {backend}, seed {config.seed} ({i + 1} of {len(plans)})")
-            started = [*flags, "--seed", str(config.seed), "--backend", backend, "--run-name", backend]
-            sizes = f"--max-steps {options.steps} --save-steps {options.steps} --eval-problems 0 --experiment {EXPERIMENT}"
-            started += [*sizes.split(), "--sample-steps", "0", "--output-dir", str(out / f"{i}-{backend}")]
-            run_id, reason = start(started, config, gpu, parent, client, out / f"{i}-{backend}")
+        for i, (name, own, config) in enumerate(plans):
+            say(f"== {name}, seed {config.seed} ({i + 1} of {len(plans)})")
+            folder = out / f"{i}-{config.backend}"
+            started = [*flags, *own, "--seed", str(config.seed), "--run-name", config.backend, "--output-dir", str(folder)]
+            sizes = f"--max-steps {options.steps} --save-steps {options.steps} --eval-problems 0 --sample-steps 0"
+            started += [*sizes.split(), "--experiment", EXPERIMENT]
+            run_id, reason = start(name, started, config, gpu, parent, client, folder)
             if run_id is None:
-                with store_may_be_away(f"== {backend}: {reason}"):
-                    run_id = client.create_run(experiment.experiment_id, run_name=backend).info.run_id
-                    for name, value in {"mlflow.parentRunId": parent, "error": reason, "backend": backend}.items():
-                        client.set_tag(run_id, name, value[:5000])
+                with store_may_be_away(f"== {name}: {reason}"):
+                    run_id = client.create_run(experiment.experiment_id, run_name=name).info.run_id
+                    for tag, value in {"mlflow.parentRunId": parent, "error": reason, "backend": name}.items():
+                        client.set_tag(run_id, tag, value[:5000])
                     client.set_terminated(run_id, "FAILED")
             if reason:
-                say(f"== {backend}: {reason}")
+                say(f"== {name}: {reason}")
             stop.raise_if_asked()
         status = "FINISHED"
     finally:
@@ -156,6 +163,18 @@ def run_all(options, gpu, store: str, stop: Stop) -> None:
         say(f"parent run {parent}; {record.how_to_open(store, train.PROJECT)}, experiment {EXPERIMENT}")
     if not finished:
         sys.exit(1)
+
+
+def flags_of(name: str) -> list[str]:
+    """A back end with flags of its own as words. Refuses a back end that there is not, and flags that change more than it."""
+    words = shlex.split(name)
+    if not words or words[0] not in BACKENDS:
+        raise checks.Refused(f"--backends {name}: there are {', '.join(BACKENDS)}, each also with flags in quotes")
+    own = [word.partition("=")[0] for word in words[1:] if word.startswith("--")]
+    for word in own:
+        if word.removeprefix("--").removeprefix("no-").replace("-", "_") not in FREE or word in OWN:
+            raise checks.Refused(f"--backends {name}: {word} would make it another training; after -- it is for all of them")
+    return words
 
 
 @contextlib.contextmanager
@@ -179,10 +198,11 @@ def same_for_all(flags: list[str], gpu) -> list[str]:
     return added
 
 
-def start(flags: list[str], config, gpu, parent: str, client, folder: Path) -> tuple[str | None, str | None]:
+def start(name: str, flags: list[str], config, gpu, parent: str, client, folder: Path) -> tuple[str | None, str | None]:
     """Train in a process of its own; returns the id of its run, and in words why it failed, where it did.
 
-    The run becomes the parent's as soon as it is there. A signal to this process is passed on, and waited for.
+    The run becomes the parent's, by the name of its row, as soon as it is there. A signal to this process is passed on, and
+    waited for.
     """
     try:
         look_at(config, gpu)
@@ -195,7 +215,7 @@ def start(flags: list[str], config, gpu, parent: str, client, folder: Path) -> t
         with subprocess.Popen(command, stderr=errors) as process:
             try:
                 while process.poll() is None:
-                    run_id = run_id or adopt(folder, config.backend, parent, client)
+                    run_id = run_id or adopt(folder, name, parent, client)
                     time.sleep(0.2)
             except Stopped as stopped:
                 with contextlib.suppress(ProcessLookupError):
@@ -203,7 +223,7 @@ def start(flags: list[str], config, gpu, parent: str, client, folder: Path) -> t
                 process.wait()
                 raise
             finally:
-                run_id = run_id or adopt(folder, config.backend, parent, client)
+                run_id = run_id or adopt(folder, name, parent, client)
         errors.seek(0)
         said = [line for line in errors.read().splitlines() if line.strip()]
     if process.returncode == 0:
@@ -220,13 +240,13 @@ def start(flags: list[str], config, gpu, parent: str, client, folder: Path) -> t
     return run_id, error
 
 
-def adopt(folder: Path, backend: str, parent: str, client) -> str | None:
+def adopt(folder: Path, name: str, parent: str, client) -> str | None:
     """The id of the run that writes into the folder, now under its parent; None while it is not there."""
     for journal in folder.glob("*/record.jsonl"):
         with contextlib.suppress(Exception):  # half a line, or a store that is away: it is tried again
             run_id = json.loads(journal.read_text().splitlines()[0])["run_id"]
             client.set_tag(run_id, "mlflow.parentRunId", parent)
-            client.set_tag(run_id, "backend", backend)
+            client.set_tag(run_id, "backend", name)
             return run_id
     return None
 
@@ -456,7 +476,7 @@ def apart(one: Run, other: Run, name: str, steps: list[int]) -> list[str]:
 
 
 def bands_left(reference: Run, candidate: Run, steps: list[int], options) -> list[str]:
-    """What of either run is outside: losses, KL, numbers that are none, and answers that grow without end."""
+    """What of either run is outside: losses, KL, numbers that are none, answers that grow without end, or say nothing."""
     left = []
     for run in (reference, candidate):
         values = {title: values_of(run, name, steps) for title, name in SERIES.items()}
@@ -469,15 +489,22 @@ def bands_left(reference: Run, candidate: Run, steps: list[int], options) -> lis
                 step, value = max(far, key=lambda pair: abs(pair[1]) if math.isfinite(pair[1]) else math.inf)
                 left.append(f"{title} of {run.name} is {value:.4g} in step {step} (band: {low:g} to {high:g})")
     last = steps[-max(len(steps) // 3, 1) :]
-    lengths = [
-        [v for v in values_of(run, SERIES["completion length"], last) if v is not None] for run in (reference, candidate)
-    ]
-    if all(lengths) and statistics.mean(lengths[1]) > options.length_ratio * statistics.mean(lengths[0]):
-        own, other = map(statistics.mean, lengths)
+    whose = f"in the last {len(last)} steps, {reference.name}'s"
+    length = [mean_of(run, "completion length", last) for run in (reference, candidate)]
+    if all(length) and length[1] > options.length_ratio * length[0]:
+        left.append(f"answers of {candidate.name} have {length[1]:.0f} tokens {whose} {length[0]:.0f}")
+    ratio = [mean_of(run, "compression ratio", last) for run in (reference, candidate)]
+    if all(ratio) and not 1 / options.compression_ratio < ratio[1] / ratio[0] < options.compression_ratio:
         left.append(
-            f"answers of {candidate.name} have {other:.0f} tokens in the last {len(last)} steps, {reference.name}'s {own:.0f}"
+            f"answers of {candidate.name} compress {ratio[1]:.2f} to 1 {whose} {ratio[0]:.2f} to 1: gibberish, or a loop"
         )
     return left
+
+
+def mean_of(run: Run, title: str, steps: list[int]) -> float | None:
+    """The mean of what was logged of a series in some steps."""
+    found = [value for value in values_of(run, SERIES[title], steps) if value is not None]
+    return statistics.mean(found) if found else None
 
 
 if __name__ == "__main__":

@@ -46,15 +46,15 @@ def both(tmp_path_factory):
     """Two steps of trl and of paged on SmolLM2's weights, and vllm, which cannot run here."""
     folder = tmp_path_factory.mktemp("compare")
     store = f"sqlite:///{folder / 'mlflow.db'}"
-    done = compare("run", "--backends", "trl", "vllm", "paged", "--steps", 2, "--", "--preset", "smollm2", "--beta", 0.05,
-                   "--num-generations", 2, "--max-completion-length", 8, store=store, cwd=folder)  # fmt: skip
+    done = compare("run", "--backends", "trl", "vllm", "paged --no-use-cuda-graph", "--steps", 2, "--", "--preset", "smollm2",
+                   "--beta", 0.05, "--num-generations", 2, "--max-completion-length", 8, store=store, cwd=folder)  # fmt: skip
     assert done.code == 0, done.stdout + done.stderr
     parent = re.search(r"parent run (\w+);", done.stdout)[1]
     client = MlflowClient(store)
     experiment = client.get_experiment_by_name(EXPERIMENT)
     runs = client.search_runs([experiment.experiment_id], f"tags.mlflow.parentRunId = '{parent}'")
     return SimpleNamespace(done=done, store=store, folder=folder, parent=parent, client=client,
-                           runs={run.data.tags["backend"]: run for run in runs})  # fmt: skip
+                           runs={run.data.tags["backend"].split()[0]: run for run in runs})  # fmt: skip
 
 
 def test_each_back_end_is_a_run_under_one_parent(both):
@@ -74,7 +74,8 @@ def test_the_same_quantities_are_logged(both):
     for name in ("trl", "paged"):
         metrics = both.runs[name].data.metrics
         history = {key: [m.value for m in both.client.get_metric_history(both.runs[name].info.run_id, key)]
-                   for key in ("kl", "grad_norm", "loss", "reward", "completions/mean_length")}  # fmt: skip
+                   for key in ("kl", "grad_norm", "loss", "reward", "completions/mean_length",
+                               "completions/compression_ratio")}  # fmt: skip
         assert all(len(values) == 2 for values in history.values()), history
         assert abs(history["kl"][0]) < 1e-5 and 1 <= metrics["completions/mean_length"] <= 8
         assert metrics["seconds/generation"] > 0 and metrics["seconds/forward_backward"] > 0
@@ -86,9 +87,9 @@ def test_the_table_is_read_back_from_the_store(both, capsys):
     assert again.code == 0 and again.stdout.strip() in both.done.stdout
     lines = again.stdout.splitlines()
     assert lines[0].startswith("| back end | run | steps | training, s | median step, s (from step 1) | p90, s |")
-    assert [line.split(" | ")[0] for line in lines[2:]] == ["| trl", "| vllm", "| paged"]
+    assert [line.split(" | ")[0] for line in lines[2:]] == ["| trl", "| vllm", "| paged --no-use-cuda-graph"]
     one = here("table", both.parent, "--steps", 1, both=both, capsys=capsys)
-    assert one.code == 0 and " | 1 | " in one.stdout and " | 2 | " not in one.stdout
+    assert one.code == 0 and [line.split(" | ")[2] for line in one.stdout.splitlines()[2:]] == ["1", "0", "1"]
     more = here("table", both.parent, "--steps", 30, both=both, capsys=capsys)
     assert (more.code, more.message) == (2, "--steps 30: the longest of these runs has 2")
 
@@ -115,6 +116,9 @@ def test_a_band_that_is_left_is_exit_code_1(both, capsys):
         (["table", "no-such-run"], "parent no-such-run: no run in experiment p7-grpo-backends is under it"),
         (["diff", "no-such-run", "another"], "run no-such-run: the store has none of that id"),
         (["run", "--steps", "0"], "--steps 0: must be at least 1"),
+        (["run", "--backends", "trl", "sglang"], "--backends sglang: there are vllm, unsloth, paged, trl"),
+        (["run", "--backends", "trl --beta 0.1"], "--beta would make it another training; after -- it is for all of them"),
+        (["run", "--backends", "trl --use-cuda-graph"], "--use-cuda-graph: it is about --backend paged"),
         (["run", "--backends", "trl", "--", "--max-steps", "3"], "--max-steps: compare sets it itself"),
         (["run", "--backends", "trl", "--", "--num-generations", "4", "--per-device-train-batch-size", "3"],
          "nearest batch sizes: 4"),
@@ -176,3 +180,17 @@ def test_back_ends_that_logged_nothing_are_rows_all_the_same(made_up, both, caps
     done = here("table", made_up.parent, both=both, capsys=capsys)
     assert done.code == 0
     assert done.stdout.splitlines()[2] == f"| vllm | {made_up.runs[1]} | 0 | OutOfMemoryError: no room |"
+
+
+@pytest.mark.parametrize(("ratio", "said"), [(0.9, None), (1.3, None), (3.0, "3.00 to 1"), (0.5, "0.50 to 1")])
+def test_answers_that_say_nothing_are_outside_of_the_bands(ratio, said):
+    """A loop compresses better than the reference's answers, noise worse; lengths are the same."""
+    import compare as script
+
+    def run(name, ratio):
+        steps = {step: {"completions/mean_length": 20.0, "completions/compression_ratio": ratio} for step in range(1, 4)}
+        return script.Run(name, name, "FINISHED", {}, {}, None, steps)
+
+    options = SimpleNamespace(kl_max=0.015, loss_min=-0.3, loss_max=1.0, length_ratio=1.5, compression_ratio=1.5)
+    left = script.bands_left(run("trl", 1.0), run("paged", ratio), [1, 2, 3], options)
+    assert len(left) == (said is not None) and (not said or f"answers of paged compress {said}" in left[0])
