@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from mlflow.tracking import MlflowClient
+from safetensors.torch import load_file
 
+import models
 from conftest import ROOT
 from gpu import find_gpu
 
@@ -20,6 +23,8 @@ def test_unsloth_names_its_own_copies():
     import unsloth  # noqa: F401
     from unsloth.models.loader_utils import get_model_name
 
+    for name in ("unsloth/Qwen3-4B", "Qwen/Qwen3-8B", "owner/unknown"):
+        assert models.quantized_copy(name) == (get_model_name(name, load_in_4bit=True) or name)
     assert get_model_name("unsloth/Qwen3-4B", load_in_4bit=True) == "unsloth/Qwen3-4B-unsloth-bnb-4bit"
     assert get_model_name("unsloth/Qwen3-4B", load_in_4bit=False) == "unsloth/Qwen3-4B"
 
@@ -151,3 +156,21 @@ def test_a_share_that_is_too_small_is_refused_before_the_engine_starts(tmp_path)
     assert code == 2, said
     assert "--gpu-memory-utilization 0.02 (0.2 GiB, with weights and all) holds sequences of 0 tokens" in said, said
     assert not (tmp_path / "mlflow.db").exists()
+
+
+@pytest.mark.usefixtures("empty_card")
+@pytest.mark.parametrize("backend", ["trl", "paged"])
+def test_without_unsloth_a_4_bit_model_trains_as_planned(backend, tmp_path):
+    """The adapter stays in 32 bits, which TRL by itself gives up, and the first policy is the base model's."""
+    code, said = script(tmp_path, "--backend", backend, "--load-in", "4bit", "--gradient-checkpointing", "--beta", 0.02,
+                        "--vram-limit-gib", 10, "--max-steps", 3, "--eval-problems", 0)  # fmt: skip
+    assert code == 0, said
+    client, run = latest(tmp_path)
+    saved = load_file(next(tmp_path.glob("outputs/*/final-adapter")) / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+    kl = {m.step: m.value for m in client.get_metric_history(run.info.run_id, "kl")}
+    assert abs(kl[1]) < 1e-5 < kl[3] and run.data.metrics["adapter_largest_b"] > 1e-4
+    metrics = run.data.metrics
+    for line in ("weights", "lora", "gradients", "optimizer"):
+        assert metrics[f"vram/{line}_gib"] == pytest.approx(metrics[f"vram_predicted/{line}_gib"], rel=0.03), line
+    assert 0.8 < metrics["vram/total_gib"] / metrics["vram_predicted/total_gib"] < 1.05

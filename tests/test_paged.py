@@ -45,7 +45,8 @@ def engine(model):
 def by_generate(model, prompt) -> list[int]:
     """The greedy answer of transformers' generate(), to its end."""
     model.get_base_model().set_attn_implementation("sdpa")
-    tokens = model.generate(input_ids=torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)), do_sample=False,
+    ids, mask = torch.tensor([prompt]), torch.ones(1, len(prompt))
+    tokens = model.generate(input_ids=ids.to(model.device), attention_mask=mask.to(model.device), do_sample=False,
                             max_new_tokens=12, eos_token_id=1, pad_token_id=0)[0, len(prompt):].tolist()  # fmt: skip
     model.get_base_model().set_attn_implementation("paged|sdpa")
     return tokens
@@ -67,6 +68,20 @@ def test_answers_are_generates_own_in_the_order_of_the_prompts_also_after_an_upd
     after = paged.generate(engine, PROMPTS)
     assert after == [by_generate(model, prompt) for prompt in PROMPTS] and after != before
     assert engine.batch_processor is processor and engine._generation_thread is None
+
+
+@pytest.mark.gpu
+def test_cuda_graphs_answer_the_same_also_after_an_update(model):
+    """A graph that held the adapter of its capture would go on with it."""
+    model.cuda().eval()
+    greedy = GenerationConfig(do_sample=False, max_new_tokens=12, eos_token_id=1, pad_token_id=0)
+    arguments = ContinuousBatchingConfig(**paged.engine_arguments(dataclasses.replace(CONFIG, use_cuda_graph=True)))
+    engine = paged.ContinuousBatchingManager(model.get_base_model(), greedy, arguments)
+    before = paged.generate(engine, PROMPTS)
+    assert before == [by_generate(model, prompt) for prompt in PROMPTS]
+    move(model)
+    after = paged.generate(engine, PROMPTS)
+    assert after == [by_generate(model, prompt) for prompt in PROMPTS] and after != before
 
 
 def test_an_engine_that_fails_is_an_error_and_not_a_shorter_list(model, engine, monkeypatch):
