@@ -36,9 +36,11 @@ SLACK_WITH_CHECKPOINTING = round(0.19 * GIB)
 SLACK_WITH_SLEEP = 0.33  # of the activations, beside that: torch's blocks without expandable segments, fitted to one run
 UNSLOTHS_OWN = 70 * 2**20
 GENERATE_COPIES = 3.3  # of generate()'s cache, at its peak: from two runs without vLLM, 1.16 GiB for Qwen3-4B's 0.35
-# The same of the back ends without Unsloth (trl, paged)
+# Without Unsloth (trl, paged): fitted to two runs, of SmolLM2 without checkpointing and of Qwen3-4B's shape with it
 PLAIN_GENERATE_COPIES = 1.5
-PLAIN_BLOCKS = 3.5  # as many bytes in a block as in one of Unsloth's: 32-bit norms, and an input for each LoRA layer
+PLAIN_BLOCKS = 2.5  # times the bytes in a block: norms in 32 bits, and an input of its own for each LoRA layer
+PLAIN_OTHER = 20 * 2**20
+PLAIN_GRAPHS = round(0.25 * GIB)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,8 +121,11 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
     logits, of_logits = logits_bytes(config, shape, card_gib)
     logits_on_top = max(logits - activations, 0) if config.gradient_checkpointing else logits
     training = activations + logits_on_top + 4 * lora
-    staging = 0 if config.plain else UNSLOTHS_OWN + (2 * tokens * shape.hidden if config.gradient_checkpointing else 0)
+    staging = 2 * tokens * shape.hidden if config.gradient_checkpointing and not config.plain else 0
+    other = PLAIN_OTHER if config.plain else UNSLOTHS_OWN + staging
+    of_other = "rope tables, small tensors" if config.plain else "Unsloth's staging buffers, rope tables, small tensors"
     slack = SLACK_WITH_CHECKPOINTING if config.gradient_checkpointing else SLACK
+    slack += PLAIN_GRAPHS if config.use_cuda_graph else 0  # their pool: blocks without a tensor
 
     # what generates has given back its tensors when training begins; vLLM's cache stays
     kv_now, kv_kind = kv, "computed"
@@ -153,7 +158,7 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
         line("vllm_graphs", "vLLM's CUDA graphs", graph_bytes(config, shape) if vllm else 0, "estimated",
              f"{graph_count(config)} graphs and their pool"),
         line("slack", "allocator slack", slack, "estimated", "torch's blocks that no tensor fills"),
-        line("other", "all else", staging, "estimated", "Unsloth's staging buffers, rope tables, small tensors"),
+        line("other", "all else", other, "estimated", of_other),
     )  # fmt: skip
     share = (around_cache + kv) / GIB if vllm else 0.0
     beside_torch = (CONTEXT + (GRAPHS_BESIDE_TORCH if vllm else 0)) / GIB

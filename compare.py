@@ -107,6 +107,8 @@ def run_all(options, gpu, store: str, stop: Stop) -> None:
             raise checks.Refused(f"{word}: compare sets it itself; compare.py run --help lists what can be said")
     os.environ.update({**train.ENVIRONMENT, **os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})  # NVML counts cards in that order
     flags = [*options.flags, *same_for_all(options.flags, gpu)]
+    sizes = f"--max-steps {options.steps} --save-steps {options.steps} --eval-problems 0 --sample-steps 0"
+    flags += [*sizes.split(), "--experiment", EXPERIMENT]
     plans = []
     for name in options.backends:
         own = ["--backend", *flags_of(name)]
@@ -137,8 +139,6 @@ def run_all(options, gpu, store: str, stop: Stop) -> None:
             say(f"== {name}, seed {config.seed} ({i + 1} of {len(plans)})")
             folder = out / f"{i}-{config.backend}"
             started = [*flags, *own, "--seed", str(config.seed), "--run-name", config.backend, "--output-dir", str(folder)]
-            sizes = f"--max-steps {options.steps} --save-steps {options.steps} --eval-problems 0 --sample-steps 0"
-            started += [*sizes.split(), "--experiment", EXPERIMENT]
             run_id, reason = start(name, started, config, gpu, parent, client, folder)
             if run_id is None:
                 with store_may_be_away(f"== {name}: {reason}"):
@@ -381,6 +381,7 @@ def in_a_table(runs: list[Run], steps: int | None) -> str:
                 "training, s": sum(seconds.values()),
                 pace: statistics.median(late.values()),
                 "p90, s": percentile(list(late.values()), 0.9),
+                "of which generating, s": sum(run.steps[step].get("seconds/generation", 0) for step in late) / len(late),
                 "mean length, tokens": statistics.mean(lengths),
                 "generated tokens/s": sum(lengths) * run.completions / sum(late.values()),
                 "peak, GiB (on the card, or of RAM)": run.metrics.get("rss_peak_gib") if card is None else card - before,

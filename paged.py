@@ -33,6 +33,11 @@ class PagedTrainer(GRPOTrainer):
 
     engine = None
 
+    def cache_tensors(self) -> list[torch.Tensor]:
+        """Keys and values of all layers, once the engine is there."""
+        cache = self.engine.batch_processor.cache if self.engine and self.engine.batch_processor else None
+        return [*cache.key_cache, *cache.value_cache] if cache else []
+
     def _generate_single_turn(self, prompt_ids, *others, **named):
         """Token ids of a completion for each prompt, and no log-probs (TRL computes its own)."""
         model = self.accelerator.unwrap_model(self.model).get_base_model()

@@ -104,6 +104,11 @@ class Phases:
             torch.cuda.reset_peak_memory_stats()
         self.since = now
 
+    def stays(self, size: int) -> None:
+        """So many bytes were made in a part of the first step, and stay: they are above the base no more."""
+        self.peaks = {part: max(peak - size, 0) for part, peak in self.peaks.items()}
+        self.highest -= size
+
     def timed(self, part: str, function):
         """The function, as a part."""
 

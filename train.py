@@ -382,7 +382,7 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     # model: the frozen base, with vLLM beside it where wanted, and a LoRA on its seven projections
     shape, plan = engine.memory_plan(config, gpu, name, peak.free_gib) if gpu else (None, None)  # of the very copy that loads
     run.plan(plan)
-    meter = Meter(gpu, peak, phases, plan, console.say, config.vllm_enable_sleep_mode, config.backend == "paged")
+    meter = Meter(gpu, peak, phases, plan, console.say, sleeps=config.vllm_enable_sleep_mode)
     if config.fast_inference:
         meter.watch_engine()
     with engine.bounded_start(console, run, config.vllm_start_timeout) if config.fast_inference else contextlib.nullcontext():
@@ -410,6 +410,8 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     )
     make_ready(config, trainer, gpu)
     phases.attach(trainer)
+    if config.backend == "paged":
+        meter.cache = trainer.cache_tensors
     run.trainer_arguments(trainer.args)
     run.figures = progress.figures(trainer)
 

@@ -27,13 +27,13 @@ class Meter:
     `gpu` is gpu.Gpu, `peak` gpu.PeakMemory, `phases` phases.Phases, `say` prints a line; without a plan (on a CPU) nothing is
     measured. `points` are the counters after each phase of the start, by name: what the card holds for this process (NVML,
     above what it held before, so others must not come or go), torch's tensors, torch's blocks. `sleeps`: vLLM gives its cache
-    back between rollouts. `paged`: the cache of continuous batching is made in the first one, and stays.
+    back between rollouts.
     """
 
-    def __init__(self, gpu, peak, phases, plan, say, sleeps=False, paged=False):
-        self.gpu, self.peak, self.phases, self.plan, self.say = gpu, peak, phases, plan, say
-        self.sleeps, self.paged = sleeps, paged
+    def __init__(self, gpu, peak, phases, plan, say, sleeps=False):
+        self.gpu, self.peak, self.phases, self.plan, self.say, self.sleeps = gpu, peak, phases, plan, say, sleeps
         self.off = plan is None
+        self.cache = list  # a function: tensors of a cache that the trainer keeps
         self.points = {}
         self.lines = {}  # by the plan's keys
         self.at("context")
@@ -87,10 +87,13 @@ class Meter:
 
     @harmless
     def optimizer(self, optimizer) -> None:
-        """After the first step, which makes its state."""
+        """After the first step, which makes its state, and with continuous batching the cache that stays from then on."""
         if "optimizer" not in self.lines:
             self.at("first step")
             self.lines["optimizer"] = size([list(state.values()) for state in optimizer.state.values()])
+            if cache := size(self.cache()):
+                self.lines["kv_cache"] = cache
+                self.phases.stays(round(cache * GIB))
 
     def counters(self) -> dict[str, list]:
         """What each counter saw after each phase, in columns."""
@@ -113,8 +116,8 @@ class Meter:
         if "vllm_graphs" in lines:
             grown = [after - before for after, before in zip(self.points["vllm_graphs"], self.points["vllm_cache"])]
             pool, beside = grown[2] - grown[1], grown[0] - grown[2]
-        else:
-            lines["kv_cache"] = peaks["generation"]
+        stays = "kv_cache" in lines
+        lines.setdefault("kv_cache", peaks["generation"])
         card, _, reserved = self.points["trained"]
         if self.sleeps:
             card += lines["kv_cache"]
@@ -124,8 +127,8 @@ class Meter:
         lines["slack"] = (self.phases.reserved - self.phases.allocated) / GIB - pool
         total = self.peak.peak_gib - self.peak.start_gib
         counted = {**lines, "vllm_activations": 0.0, "logits": self.phases.highest / GIB - peaks["forward_backward"]}
-        if "vllm_graphs" not in lines:
-            counted["kv_cache"] *= self.paged
+        if not stays:
+            counted["kv_cache"] = 0.0
         elif self.sleeps:
             training = counted["gradients"] + counted["activations"] + counted["logits"]
             counted["kv_cache"] = max(lines["kv_cache"] + lines["vllm_activations"] - training, 0.0)

@@ -86,7 +86,7 @@ def test_the_table_is_read_back_from_the_store(both, capsys):
     again = compare("table", both.parent, store=both.store, cwd=both.folder)
     assert again.code == 0 and again.stdout.strip() in both.done.stdout
     lines = again.stdout.splitlines()
-    assert lines[0].startswith("| back end | run | steps | training, s | median step, s (from step 1) | p90, s |")
+    assert lines[0].startswith("| back end | run | steps | training, s | median step, s (from step 1) | p90, s | of which ")
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| trl", "| vllm", "| paged --no-use-cuda-graph"]
     one = here("table", both.parent, "--steps", 1, both=both, capsys=capsys)
     assert one.code == 0 and [line.split(" | ")[2] for line in one.stdout.splitlines()[2:]] == ["1", "0", "1"]
@@ -170,7 +170,7 @@ def test_a_rollout_of_two_steps_counts_as_a_whole(made_up, both, capsys):
     """3 s of generation for two steps of 0.5 s and 4 answers of 100 tokens: 2 s a step, 200 tokens a second."""
     done = here("table", made_up.parent, both=both, capsys=capsys)
     first, second = (line.split(" | ") for line in done.stdout.splitlines()[2:])
-    assert first[2:9] == ["6", "12", "2", "100 %", "2", "100", "200"]
+    assert first[2:10] == ["6", "12", "2", "100 %", "2", "1", "100", "200"]
     assert second[0] == "| unsloth" and second[-1] == "OutOfMemoryError: no room |"
 
 

@@ -195,6 +195,38 @@ def test_counters_are_taken_after_each_phase_of_the_engines_start(card):
     assert meter.counters()["after"] == ["context", "vllm_weights"]
 
 
+def test_a_cache_made_in_the_first_step_is_no_part_of_its_peaks(card, on_card):
+    """Continuous batching's: 0.3 GiB (here some numbers on a meta device) that come in the first rollout, and stay."""
+    config = dataclasses.replace(PRESETS["chapter"], backend="paged", eval_problems=0)
+    plan = budget.plan(config, budget.shape_of("qwen3-4b"), 15.46)
+    timed, peak = phases.Phases(on_gpu=True, say=print), SimpleNamespace(start_gib=card.others)
+    meter = vram.Meter(card, peak, timed, plan, print)
+    meter.lines |= {"weights": 2.5, "lora": 0.2, "gradients": 0.12}
+    card.take(2.7)
+    keys = torch.empty(round(0.3 * GIB / 2), dtype=torch.bfloat16, device="meta")
+    for step in range(2):
+        timed.begin_step()
+        timed.enter("forward_backward")
+        timed.enter("generation")
+        card.take(0.1 + 0.3 * (step == 0))
+        card.take(-0.1)
+        timed.leave()
+        card.take(1.72)
+        card.take(-1.6)
+        timed.leave()
+        timed.enter("optimizer")
+        card.take(-0.12)
+        timed.leave()
+        meter.cache = lambda: [keys]
+        meter.optimizer(SimpleNamespace(state={}))
+        timed.end_step()
+    peak.peak_gib = card.card_peak
+    got = {row["key"]: row["measured_gib"] for row in meter.trained()}
+    expected = {"kv_cache": 0.3, "activations": 1.6, "context": 0.7, "slack": 0.0, "other": 0.0}
+    assert {key: got[key] for key in expected} == pytest.approx(expected, abs=1e-6)
+    assert got["total"] == pytest.approx(2.7 + 0.3 + 1.72 + 0.7, abs=1e-6)
+
+
 # tensors
 
 
