@@ -16,15 +16,19 @@ def engine_arguments(config) -> dict:
     """transformers' ContinuousBatchingConfig for a rollout of a train.Config: room for all its sequences at once.
 
     No prompt's blocks are shared: they would still be those of the policy that filled them when the next one generates.
+    A CUDA graph is padded to the next 8 tokens and the next eighth of the cache; by themselves to 64 tokens and all of it.
     """
+    blocks = budget.paged_blocks(config)
     return {
         "block_size": budget.PAGED_BLOCK,
-        "num_blocks": budget.paged_blocks(config),
+        "num_blocks": blocks,
         "max_batch_tokens": max(256, config.rollout_batch),
         "max_requests_per_batch": config.rollout_batch,
         "allow_block_sharing": False,
         "max_memory_percent": 0.9,
         "use_cuda_graph": config.use_cuda_graph,
+        "q_padding_interval_size": 8,
+        "kv_padding_interval_size": max(256, blocks * budget.PAGED_BLOCK // 8),
     }
 
 

@@ -131,3 +131,4 @@ def test_no_block_outlives_the_policy_that_filled_it():
     assert arguments["allow_block_sharing"] is False
     # a block of 16 tokens more than the longest sequence takes, for each of the six
     assert (arguments["block_size"], arguments["num_blocks"]) == (16, 6 * (4 + 1))
+    assert (arguments["q_padding_interval_size"], arguments["kv_padding_interval_size"]) == (8, 256)
