@@ -11,7 +11,6 @@ time with a new adapter. Flags after the command, or after --, are train.py's. F
 benchmark that is stopped shows what it has.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -53,7 +52,7 @@ T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31,
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="benchmark.py", description=__doc__.partition("\n")[0])
+    parser = command_line.Parser(prog="benchmark.py", description=__doc__.partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("compare", "scale", "learn"):
         others = (

@@ -40,7 +40,7 @@ GENERATE_COPIES = 3.3  # of generate()'s cache, at its peak: from two runs witho
 PLAIN_GENERATE_COPIES = 1.5
 PLAIN_BLOCKS = 2.5  # times the bytes in a block: norms in 32 bits, and an input of its own for each LoRA layer
 PLAIN_OTHER = 20 * 2**20
-PLAIN_GRAPHS = round(0.25 * GIB)
+PAGED_GRAPHS = round(0.25 * GIB)  # the pool of paged's CUDA graphs, beside what they read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
     elif vllm:
         kv = config.kv_cache_gib * GIB
     elif config.backend == "paged":
-        kv = paged_blocks(config) * PAGED_BLOCK * kv_bytes
+        kv = (paged_blocks(config) + 2) * PAGED_BLOCK * kv_bytes
     else:
         kv = max(config.rollout_batch, evaluated) * config.max_seq_length * kv_bytes
     kv_tokens = int(kv / kv_bytes) // 16 * 16
@@ -125,16 +125,24 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
     other = PLAIN_OTHER if config.plain else UNSLOTHS_OWN + staging
     of_other = "rope tables, small tensors" if config.plain else "Unsloth's staging buffers, rope tables, small tensors"
     slack = SLACK_WITH_CHECKPOINTING if config.gradient_checkpointing else SLACK
-    slack += PLAIN_GRAPHS if config.use_cuda_graph else 0  # their pool: blocks without a tensor
 
-    # what generates has given back its tensors when training begins; vLLM's cache stays
-    kv_now, kv_kind = kv, "computed"
+    # what generates has given back its tensors when training begins; a cache of vLLM's or of paged blocks stays
+    kv_now, kv_kind, context, generating, of_generating = kv, "computed", CONTEXT, 0.0, ""
     if config.vllm_enable_sleep_mode:
         kv_now, of_kv = max(kv + profile - training, 0), f"given back while training: {of_kv}"
         slack += round(SLACK_WITH_SLEEP * activations)
-    if config.backend == "paged":  # its cache stays; in evaluations generate() has one of its own beside it
+    if config.backend == "paged":  # of each layer, what is read is copied, for all heads; evaluations have generate()'s cache
+        reading = 4 * shape.head_dim * (shape.heads + shape.kv_heads) * kv_tokens
         evaluation = PLAIN_GENERATE_COPIES * evaluated * config.max_seq_length * kv_bytes
-        kv_now = kv + max(evaluation - training, 0)
+        generating, of_generating = reading, "keys and values of a layer, copied for all heads"
+        if config.use_cuda_graph:  # which keep it, in blocks without a tensor
+            slack, generating = slack + PAGED_GRAPHS + reading, 0.0
+            context += 120_000 * shape.layers * paged_graphs(config)
+        if evaluation > generating:
+            generating, of_generating = (
+                evaluation,
+                f"generate()'s cache, with copies, for {evaluated} problems of an evaluation",
+            )
     elif not vllm:
         kv, kv_kind = (PLAIN_GENERATE_COPIES if config.plain else GENERATE_COPIES) * kv, "estimated"
         kv_now, of_kv = max(kv - training, 0), f"generate()'s, with copies, also in evaluations: {of_kv}"
@@ -144,12 +152,13 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
 
     lines = (
         line("weights", "base weights", weights, "computed", of_weights),
-        line("context", "CUDA context", CONTEXT, "estimated", "with libraries and kernels, as on an H200"),
+        line("context", "CUDA context", context, "estimated", "with libraries and kernels, as on an H200"),
         line("lora", "LoRA adapter", 4 * lora + slots, "computed",
              f"{lora:,} parameters in 32 bits" + (", vLLM's slot in 16" if vllm else "")),
         line("gradients", "its gradients", 4 * lora, "computed", "as many, in 32 bits"),
         line("optimizer", "optimizer state", state, "computed", of_state),
         line("kv_cache", "KV cache", kv, kv_kind, of_kv, kv_now),
+        line("generation", "generating", generating, "estimated", of_generating, max(generating - training, 0)),
         line("activations", "activations", activations, "estimated", f"{of_inputs}, {tokens:,} tokens in one pass"),
         line("logits", "logits chunk", logits, "estimated", of_logits, logits_on_top),
         line("vllm_activations", "vLLM's activations", profile, "estimated",
@@ -161,7 +170,7 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
         line("other", "all else", other, "estimated", of_other),
     )  # fmt: skip
     share = (around_cache + kv) / GIB if vllm else 0.0
-    beside_torch = (CONTEXT + (GRAPHS_BESIDE_TORCH if vllm else 0)) / GIB
+    beside_torch = (context + (GRAPHS_BESIDE_TORCH if vllm else 0)) / GIB
     return Plan(lines, usable_gib, share, share / share_of_gib, beside_torch, kv_tokens, longest)
 
 
@@ -177,6 +186,12 @@ def seats(config) -> int:
 def paged_blocks(config) -> int:
     """Blocks of the cache of continuous batching (paged.py): room for a whole rollout, and one more block for each sequence."""
     return config.rollout_batch * (math.ceil(config.max_seq_length / PAGED_BLOCK) + 1)
+
+
+def paged_graphs(config) -> int:
+    """CUDA graphs for decoding with continuous batching: one for each 8 sequences and each eighth of the cache (paged.py)."""
+    eighths = min(math.ceil(paged_blocks(config) * PAGED_BLOCK / 256), 8)
+    return math.ceil(config.rollout_batch / 8) * eighths
 
 
 def unsloths_longest(config, shape: Shape, share: float) -> int:
@@ -241,7 +256,7 @@ def logits_bytes(config, shape: Shape, card_gib: float) -> tuple[int, str]:
     """
     tokens = config.per_device_train_batch_size * config.max_completion_length
     if config.plain:
-        rows, columns = min(tokens, 4096), min(shape.vocabulary, 8192)
+        rows, columns = min(tokens, 4096), 32768
         return 2 * rows * columns + 4 * tokens * shape.hidden, f"{rows:,} tokens x {columns:,} words in 16 bits"
     small = card_gib <= 24.5
     if small or tokens >= 4096:

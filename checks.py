@@ -88,6 +88,18 @@ def check_config(config) -> None:
         raise Refused(f"--target-modules {wrong}: the layers that can have a LoRA are {' '.join(PROJECTIONS)}")
 
 
+def notes(config) -> list[str]:
+    """What runs, but may not be what is meant, each in a line."""
+    found, steps, rollout = [], config.max_steps, config.steps_per_rollout
+    if steps % rollout:
+        more = -(-steps // rollout) * rollout
+        found.append(f"--max-steps {steps} ends within a rollout, so the run cannot be lengthened later; {more} uses it up")
+    if config.warmup_steps > steps and config.lr_scheduler_type != "constant":
+        found.append(f"--warmup-steps {config.warmup_steps:g} are more than --max-steps {steps}: the learning rate stays below "
+                     f"--learning-rate {config.learning_rate:g}; 0.1 is a tenth of the run")  # fmt: skip
+    return found
+
+
 def check_machine(config, gpu) -> None:
     """Refuse what the machine cannot do. `gpu` is `gpu.Gpu` or None."""
     if gpu is None:
@@ -103,6 +115,8 @@ def check_machine(config, gpu) -> None:
             raise Refused(f"--optim {config.optim}: its kernels need a GPU; --optim adamw_torch_fused is the one for a CPU")
         if config.vram_limit_gib:
             raise Refused(f"--vram-limit-gib {config.vram_limit_gib:g}: there is no GPU to limit; leave it away")
+        if config.use_cuda_graph:
+            raise Refused("--use-cuda-graph: there is no GPU; leave it away")
     else:
         check_gpu(config, gpu)
 

@@ -18,6 +18,13 @@ RENAMED = {  # each with what it is now
 }
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse's, which refuses in one line."""
+
+    def error(self, message: str):
+        raise Refused(f"{message}; {self.prog} --help lists what there is")
+
+
 def parse(config_class, presets: dict, arguments: list[str], gpu, program: str = "train.py"):
     """The config of a run. Raises Refused, in tyro's words, for what is none, and for a checkpoint that cannot be found."""
     import tyro

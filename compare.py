@@ -11,7 +11,6 @@ end that fails is a row with its reason, and the others go on. `--noise` runs th
 how far two runs of one back end are apart. README.md, "Which back end?", has what it found.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -29,6 +28,7 @@ from pathlib import Path
 import checks
 import command_line
 import models
+import pictures
 import record
 import train
 from benchmark import look_at, machine, say, shown, table
@@ -57,7 +57,7 @@ SKIPPED = 3  # steps that compile and warm up
 
 
 def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="compare.py", description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = command_line.Parser(prog="compare.py", description=__doc__.partition("\n")[0], allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", allow_abbrev=False, help="train with each back end, one after the other")
     run.add_argument("--backends", nargs="+", default=list(BACKENDS), metavar="BACKEND",
@@ -87,20 +87,27 @@ def main(arguments: list[str]) -> None:
         raise checks.Refused(f"{options.command} {options.flags[0]}: {options.command} --help lists what it takes")
     if options.steps is not None and options.steps < 1:
         raise checks.Refused(f"--steps {options.steps}: must be at least 1")
-    store = record.connect(train.PROJECT, EXPERIMENT)
     if options.command == "run":
+        options.line = f"uv run python compare.py {shlex.join(arguments)}"
         with Stop() as stop:
-            run_all(options, find_gpu()[0], store, stop)
-    elif options.command == "table":
-        print(in_a_table([run for parent in options.parents for run in read_children(parent)], options.steps))
-    else:
-        sys.exit(difference(options))
+            run_all(options, find_gpu()[0], stop)
+        return
+    record.connect(train.PROJECT, EXPERIMENT)
+    from mlflow import MlflowException
+
+    try:
+        if options.command == "table":
+            print(in_a_table([run for parent in options.parents for run in read_children(parent)], options.steps))
+        else:
+            sys.exit(difference(options))
+    except MlflowException as error:
+        raise checks.Refused(f"the MLflow store does not answer ({checks.one_line(error)[:200]}); try again") from None
 
 
 # run
 
 
-def run_all(options, gpu, store: str, stop: Stop) -> None:
+def run_all(options, gpu, stop: Stop) -> None:
     """Train with each back end in a process of its own; the table and the figure go to the screen and to the parent run."""
     for word in options.flags:
         if word.partition("=")[0].replace("_", "-") in OWN:
@@ -116,12 +123,19 @@ def run_all(options, gpu, store: str, stop: Stop) -> None:
     if options.noise:
         name, own, config = plans[0]
         plans.insert(1, (name, own, dataclasses.replace(config, seed=config.seed + 1)))
-    for _, _, config in plans:  # what is wrong for all is refused before anything starts
-        checks.check_config(config)
+    refusals = [refusal for name, _, config in plans if (refusal := refused(name, config))]
+    if len(refusals) == len(plans):  # before anything starts; what one of them cannot do is a row
+        raise checks.Refused(refusals[0])
     first = plans[0][-1]
     models.check_model(first.model, first.load_in)
     out = Path(options.out or f"benchmarks/backends-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
-    checks.check_output_dir(out)
+    try:
+        checks.check_output_dir(out)
+    except checks.Refused as refusal:
+        raise checks.Refused(str(refusal).replace("--output-dir", "--out")) from None
+    if next(out.glob("*/*/record.jsonl"), None):
+        raise checks.Refused(f"--out {out}: holds the runs of an earlier comparison; give another folder")
+    store = record.connect(train.PROJECT, EXPERIMENT)
     say(f"{machine(gpu)}; {options.steps} steps of {first.effective_batch} completions in groups of {first.num_generations}, "
         f"a rollout for each {'step' if first.steps_per_rollout == 1 else f'{first.steps_per_rollout} steps'}")  # fmt: skip
 
@@ -130,11 +144,11 @@ def run_all(options, gpu, store: str, stop: Stop) -> None:
     client = MlflowClient()
     experiment = client.get_experiment_by_name(EXPERIMENT)
     parent = client.create_run(experiment.experiment_id, run_name=" ".join(options.backends)).info.run_id
-    command = f"uv run python compare.py run {shlex.join(sys.argv[2:])}"
-    for name, value in {"command": command, "machine": machine(gpu), "commit": record.git_commit(train.PROJECT)}.items():
-        client.log_param(parent, name, value[:6000])
-    status = "KILLED"
+    status = "FAILED"
     try:
+        about = {"command": options.line, "machine": machine(gpu), "commit": record.git_commit(train.PROJECT)}
+        for name, value in about.items():
+            client.log_param(parent, name, value[:6000])
         for i, (name, own, config) in enumerate(plans):
             say(f"== {name}, seed {config.seed} ({i + 1} of {len(plans)})")
             folder = out / f"{i}-{config.backend}"
@@ -150,6 +164,9 @@ def run_all(options, gpu, store: str, stop: Stop) -> None:
                 say(f"== {name}: {reason}")
             stop.raise_if_asked()
         status = "FINISHED"
+    except (KeyboardInterrupt, Stopped):
+        status = "KILLED"
+        raise
     finally:
         stop.leaving = True
         runs = []
@@ -157,7 +174,7 @@ def run_all(options, gpu, store: str, stop: Stop) -> None:
             runs = children(client, parent)
         finished = any(run.status == "FINISHED" for run in runs)
         with store_may_be_away(f"the parent run {parent} stays open"):
-            client.set_terminated(parent, status if finished or status == "KILLED" else "FAILED")
+            client.set_terminated(parent, status if finished or status != "FINISHED" else "FAILED")
         if runs:
             conclude(client, parent, runs, out)
         say(f"parent run {parent}; {record.how_to_open(store, train.PROJECT)}, experiment {EXPERIMENT}")
@@ -167,14 +184,25 @@ def run_all(options, gpu, store: str, stop: Stop) -> None:
 
 def flags_of(name: str) -> list[str]:
     """A back end with flags of its own as words. Refuses a back end that there is not, and flags that change more than it."""
-    words = shlex.split(name)
+    try:
+        words = shlex.split(name)
+    except ValueError as error:
+        raise checks.Refused(f"--backends {name}: {str(error).lower()}") from None
     if not words or words[0] not in BACKENDS:
         raise checks.Refused(f"--backends {name}: there are {', '.join(BACKENDS)}, each also with flags in quotes")
-    own = [word.partition("=")[0] for word in words[1:] if word.startswith("--")]
-    for word in own:
-        if word.removeprefix("--").removeprefix("no-").replace("-", "_") not in FREE or word in OWN:
+    for word in words[1:]:
+        flag = word.partition("=")[0].replace("_", "-")
+        if flag.startswith("--") and (flag in OWN or flag[2:].removeprefix("no-").replace("-", "_") not in FREE):
             raise checks.Refused(f"--backends {name}: {word} would make it another training; after -- it is for all of them")
     return words
+
+
+def refused(name: str, config) -> str | None:
+    """Why a config is wrong on any machine, in words, for the back end that it is of."""
+    try:
+        checks.check_config(config)
+    except checks.Refused as refusal:
+        return f"{name}: {refusal}"
 
 
 @contextlib.contextmanager
@@ -210,7 +238,7 @@ def start(name: str, flags: list[str], config, gpu, parent: str, client, folder:
         return None, str(refusal).replace("\n", " ")
     folder.mkdir(parents=True, exist_ok=True)
     run_id = None
-    with open(folder / "stderr", "w+") as errors:
+    with open(folder / "stderr", "w+", errors="replace") as errors:
         command = [sys.executable, str(train.PROJECT / "train.py"), *flags]
         with subprocess.Popen(command, stderr=errors) as process:
             try:
@@ -253,8 +281,6 @@ def adopt(folder: Path, name: str, parent: str, client) -> str | None:
 
 def conclude(client, parent: str, runs: list["Run"], out: Path) -> None:
     """Print the table, and put table and figure beside the parent run."""
-    import pictures
-
     text = in_a_table(runs, None)
     say(text)
     with store_may_be_away("the table is on the screen alone"):
@@ -277,6 +303,7 @@ class Run:
     """One back end's run, with every metric that was logged for a step in one dict of that step."""
 
     run_id: str
+    parent: str | None
     name: str
     status: str
     params: dict[str, str]
@@ -284,33 +311,30 @@ class Run:
     error: str | None
     steps: dict[int, dict[str, float]]
 
-    @property
-    def completions(self) -> int:
-        """Completions in one optimizer step."""
-        return int(self.params["per_device_train_batch_size"]) * int(self.params["gradient_accumulation_steps"])
-
-    def seconds(self) -> dict[int, float]:
-        """Seconds of each step, where a rollout feeds several steps the mean over those."""
-        own = {step: sum(v for k, v in m.items() if k.startswith("seconds/")) for step, m in self.steps.items()}
-        passes = self.params.get("steps_per_generation", "None")
-        accumulated = int(self.params.get("gradient_accumulation_steps", "1"))
-        each = (int(passes) // accumulated if passes.isdigit() else 1) * int(self.params.get("num_iterations", "1"))
-        spread = {}
+    def each(self, part: str = "") -> dict[int, float]:
+        """Seconds of each step, or those of a part of it; where a rollout feeds several steps, the mean over those."""
+        own = {
+            step: sum(value for name, value in metrics.items() if name.startswith(f"seconds/{part}"))
+            for step, metrics in self.steps.items()
+        }
+        size = int(self.params.get("steps_per_rollout", 1))
+        rollouts = {}
         for step in own:
-            together = [own[s] for s in range((step - 1) // each * each + 1, (step - 1) // each * each + each + 1) if s in own]
-            spread[step] = statistics.mean(together)
-        return spread
+            rollouts.setdefault((step - 1) // size, []).append(own[step])
+        return {step: statistics.mean(rollouts[(step - 1) // size]) for step in own}
 
-    def lengths(self) -> dict[int, float]:
-        """Mean length of the answers that each step trains on; a rollout logs it at its first step."""
-        found, last = {}, 0.0
+    def latest(self, name: str) -> dict[int, float]:
+        """A metric by step; the later steps of a rollout, which log none of its answers, have that of its first one."""
+        found, last = {}, None
         for step, metrics in self.steps.items():
-            found[step] = last = metrics.get("completions/mean_length", last)
+            last = metrics.get(name, last)
+            if last is not None:
+                found[step] = last
         return found
 
     def series(self) -> dict[str, list]:
         """What is drawn over the steps."""
-        found = {"step": list(self.steps), "seconds a step": list(self.seconds().values())}
+        found = {"step": list(self.steps), "seconds a step": list(self.each().values())}
         for title, name in SERIES.items():
             found[title] = [metrics.get(name) for metrics in self.steps.values()]
         return found
@@ -318,12 +342,9 @@ class Run:
 
 def read_run(client, run_id: str) -> Run:
     """A run by its id. Refuses one that the store does not have."""
-    from mlflow import MlflowException
-
-    try:
-        run = client.get_run(run_id)
-    except MlflowException:
-        raise checks.Refused(f"run {run_id}: the store has none of that id; compare.py table PARENT lists them") from None
+    if not record.knows(client, run_id):
+        raise checks.Refused(f"run {run_id}: the store has none of that id; compare.py table PARENT lists them")
+    run = client.get_run(run_id)
     steps: dict[int, dict[str, float]] = {}
     for name in run.data.metrics:
         for metric in client.get_metric_history(run_id, name):
@@ -332,14 +353,15 @@ def read_run(client, run_id: str) -> Run:
     steps = {step: steps[step] for step in sorted(steps) if any(name.startswith("seconds/") for name in steps[step])}
     tags, params = run.data.tags, run.data.params
     name = tags.get("backend") or params.get("backend") or run.info.run_name
-    return Run(run_id, name, run.info.status, params, run.data.metrics, tags.get("error"), steps)
+    parent = tags.get("mlflow.parentRunId")
+    return Run(run_id, parent, name, run.info.status, params, run.data.metrics, tags.get("error"), steps)
 
 
 def read_children(parent: str) -> list[Run]:
     """The runs under a parent, in the order of their start. Refuses a parent without any."""
     from mlflow.tracking import MlflowClient
 
-    runs = children(MlflowClient(), parent)
+    runs = children(MlflowClient(), parent) if parent.isalnum() else []
     if not runs:
         raise checks.Refused(f"parent {parent}: no run in experiment {EXPERIMENT} is under it; compare.py run prints the id")
     return runs
@@ -370,31 +392,34 @@ def in_a_table(runs: list[Run], steps: int | None) -> str:
     first = SKIPPED + 1 if counted > SKIPPED else 1
     rows, pace = [], f"median step, s (from step {first})"
     for run in runs:
-        seconds = {step: value for step, value in run.seconds().items() if step <= counted}
+        seconds = {step: value for step, value in run.each().items() if step <= counted}
         late = {step: value for step, value in seconds.items() if step >= first}
         row = {"back end": run.name, "run": run.run_id, "steps": len(seconds)}
         if late:
-            lengths = [run.lengths()[step] for step in late]
-            start = [run.metrics.get(f"start_seconds/{part}", 0) for part in ("imports", "to_first_step")]
+            generating, rewards = run.each("generation"), run.latest("reward")
+            lengths = [length for step, length in run.latest("completions/mean_length").items() if step in late]
+            start = [run.metrics.get(f"start_seconds/{part}") for part in ("imports", "to_first_step")]
             card, before = (run.metrics.get(f"vram_{name}_nvml_gib") for name in ("peak", "before"))
             row |= {
                 "training, s": sum(seconds.values()),
                 pace: statistics.median(late.values()),
                 "p90, s": percentile(list(late.values()), 0.9),
-                "of which generating, s": sum(run.steps[step].get("seconds/generation", 0) for step in late) / len(late),
-                "mean length, tokens": statistics.mean(lengths),
-                "generated tokens/s": sum(lengths) * run.completions / sum(late.values()),
+                "of it generating, s": statistics.median(generating[step] for step in late),
+                "mean length, tokens": statistics.mean(lengths) if lengths else None,
+                "generated tokens/s": sum(lengths) * int(run.params.get("effective_batch", 0)) / sum(late.values()),
                 "peak, GiB (on the card, or of RAM)": run.metrics.get("rss_peak_gib") if card is None else card - before,
-                "start to end of step 1, s": sum(start),
-                "last reward": run.steps[max(late)].get("reward"),
+                "start to end of step 1, s": None if None in start else sum(start),
+                "last reward": rewards.get(max(late)),
             }
         row["what went wrong"] = run.error or ("" if run.status == "FINISHED" else run.status)
         rows.append(row)
     columns = list(max(rows, key=len))
-    if vllm := next((row for row in rows if row["back end"] == "vllm" and pace in row), None):
+    vllm = [(run.parent, row[pace]) for run, row in zip(runs, rows) if run.params.get("backend") == "vllm" and pace in row]
+    if vllm:  # a parent's own, where it has one
         columns.insert(columns.index(pace) + 1, "of vLLM's speed")
-        for row in rows:
-            row["of vLLM's speed"] = f"{100 * vllm[pace] / row[pace]:.0f} %" if pace in row else ""
+        for run, row in zip(runs, rows):
+            own = dict(reversed(vllm)).get(run.parent, vllm[0][1])
+            row["of vLLM's speed"] = f"{100 * own / row[pace]:.0f} %" if pace in row else ""
     return table(columns, [[cell(row.get(column)) for column in columns] for row in rows])
 
 
@@ -435,6 +460,8 @@ def difference(options) -> int:
         columns += [f"max, {reference.name} with seeds {seeds[0]} and {noise.params.get('seed')}", "mean"]
     print(table(columns, rows))
     left = bands_left(reference, candidate, steps, options)
+    if missing := [title for title, name in SERIES.items() if not (reference.latest(name) and candidate.latest(name))]:
+        print(f"not checked, since one of them did not log it: {', '.join(missing)}")
     print(f"outside of the bands: {'; '.join(left)}" if left else f"within the bands over {len(steps)} steps")
     return 1 if left else 0
 
@@ -473,7 +500,14 @@ def apart(one: Run, other: Run, name: str, steps: list[int]) -> list[str]:
     differences = [abs(a - b) for a, b in pairs if a is not None and b is not None]
     if not differences:
         return ["not logged by both", ""]
+    if not all(map(is_number, differences)):
+        return ["nan", "nan"]
     return [shown(max(differences)), shown(statistics.mean(differences))]
+
+
+def is_number(value: float) -> bool:
+    """Whether a metric is finite, also by what MLflow's SQL stores make of an infinite one: the largest number there is."""
+    return abs(value) < 1e300
 
 
 def bands_left(reference: Run, candidate: Run, steps: list[int], options) -> list[str]:
@@ -482,12 +516,12 @@ def bands_left(reference: Run, candidate: Run, steps: list[int], options) -> lis
     for run in (reference, candidate):
         values = {title: values_of(run, name, steps) for title, name in SERIES.items()}
         for title, found in values.items():
-            if bad := [step for step, value in zip(steps, found) if value is not None and not math.isfinite(value)]:
+            if bad := [step for step, value in zip(steps, found) if value is not None and not is_number(value)]:
                 left.append(f"{title} of {run.name} is no number in step {bad[0]}")
         for title, low, high in (("KL", -1e-6, options.kl_max), ("loss", options.loss_min, options.loss_max)):
             far = [(step, v) for step, v in zip(steps, values[title]) if v is not None and not low <= v <= high]
             if far:
-                step, value = max(far, key=lambda pair: abs(pair[1]) if math.isfinite(pair[1]) else math.inf)
+                step, value = max(far, key=lambda pair: abs(pair[1]) if is_number(pair[1]) else math.inf)
                 left.append(f"{title} of {run.name} is {value:.4g} in step {step} (band: {low:g} to {high:g})")
     last = steps[-max(len(steps) // 3, 1) :]
     whose = f"in the last {len(last)} steps, {reference.name}'s"
@@ -503,8 +537,8 @@ def bands_left(reference: Run, candidate: Run, steps: list[int], options) -> lis
 
 
 def mean_of(run: Run, title: str, steps: list[int]) -> float | None:
-    """The mean of what was logged of a series in some steps."""
-    found = [value for value in values_of(run, SERIES[title], steps) if value is not None]
+    """The mean of a series over some steps, those of a rollout by its first one."""
+    found = [value for step, value in run.latest(SERIES[title]).items() if step in steps]
     return statistics.mean(found) if found else None
 
 

@@ -1,5 +1,6 @@
 """Where the weights come from: a folder, the model hub, or the SmolLM2 that is installed with the lab."""
 
+import ast
 import functools
 import importlib.metadata
 import importlib.util
@@ -109,30 +110,44 @@ def resolve_model(name: str, load_in: str, on_gpu: bool, plain: bool = False) ->
 
     The embedded model becomes a folder. For a hub id, Unsloth on a GPU picks a copy of its own, a quantized one for 4bit alone:
     fp8 is made of the 16-bit one as it loads. `get_model_name` is its own function, read in unsloth 2026.10.9, and tests hold
-    it in place. Plain back ends take the same copy in 4bit, so that all of them train the same weights.
+    it in place. Plain back ends take the same copy, so that all of them train the same weights.
     """
     if name == EMBEDDED:
         return str(embedded_folder())
     if Path(name).is_dir():
         return str(Path(name).resolve())
     if on_gpu and plain:
-        name = quantized_copy(name) if load_in == "4bit" else name
+        name = unsloths_copy(name, load_in == "4bit")
     elif on_gpu:
         from unsloth.models.loader_utils import get_model_name
 
-        name = get_model_name(name, load_in_4bit=load_in == "4bit")
+        name = get_model_name(name, load_in_4bit=load_in == "4bit") or name
     check_disk(name)
     download(name)
     return name
 
 
-def quantized_copy(name: str) -> str:
-    """Unsloth's 4-bit copy of a hub model, or the name itself, from its table and without importing it, which patches TRL.
+def unsloths_copy(name: str, in_4_bits: bool) -> str:
+    """What `get_model_name` makes of a hub id, without importing Unsloth, which patches TRL.
 
-    The table is internal, read in unsloth 2026.10.9 (models/mapper.py): a test compares it with what Unsloth resolves.
+    From its tables, which are internal: read in unsloth 2026.10.9 (models/mapper.py and loader_utils.py). A test compares all
+    their names with what Unsloth makes of them.
     """
-    unsloth = Path(importlib.util.find_spec("unsloth").origin).parent
-    return runpy.run_path(str(unsloth / "models" / "mapper.py"))["FLOAT_TO_INT_MAPPER"].get(name.lower(), name)
+    folder = Path(importlib.util.find_spec("unsloth").origin).parent / "models"
+    tables = runpy.run_path(str(folder / "mapper.py"))
+    code = ast.parse((folder / "loader_utils.py").read_text())
+    others = next(node.value for node in code.body if isinstance(node, ast.Assign) and node.targets[0].id == "BAD_MAPPINGS")
+    bad = {
+        key.func.value.value.lower(): value.value for key, value in zip(others.keys, others.values)
+    }  # each key is "name".lower()
+    key = name.lower()
+    if not in_4_bits:
+        found = tables["INT_TO_FLOAT_MAPPER"].get(key) or tables["MAP_TO_UNSLOTH_16bit"].get(key) or name
+    elif key.endswith("-bnb-4bit"):
+        found = name
+    else:
+        found = tables["FLOAT_TO_INT_MAPPER"].get(key, name)
+    return bad.get(found.lower(), found)
 
 
 def read_tokenizer(name: str):

@@ -25,6 +25,7 @@ def engine_arguments(config) -> dict:
         "max_batch_tokens": max(256, config.rollout_batch),
         "max_requests_per_batch": config.rollout_batch,
         "allow_block_sharing": False,
+        "safety_margin": 0.0,  # no request grows beyond the blocks that there are
         "max_memory_percent": 0.9,
         "use_cuda_graph": config.use_cuda_graph,
         "q_padding_interval_size": 8,
@@ -33,28 +34,43 @@ def engine_arguments(config) -> dict:
 
 
 class PagedTrainer(GRPOTrainer):
-    """Generates with one engine, made at the first rollout."""
+    """Generates with one engine, made at the first rollout; `on_cache` is called with the tensors of its cache then."""
 
     engine = None
 
-    def cache_tensors(self) -> list[torch.Tensor]:
-        """Keys and values of all layers, once the engine is there."""
-        cache = self.engine.batch_processor.cache if self.engine and self.engine.batch_processor else None
-        return [*cache.key_cache, *cache.value_cache] if cache else []
+    def on_cache(self, tensors: list[torch.Tensor]) -> None:
+        """Keys and values of all layers are there, and stay."""
 
     def _generate_single_turn(self, prompt_ids, *others, **named):
         """Token ids of a completion for each prompt, and no log-probs (TRL computes its own)."""
         model = self.accelerator.unwrap_model(self.model).get_base_model()
         was_training, attention = model.training, model.config._attn_implementation
-        if self.engine is None:
-            self.engine = ContinuousBatchingManager(model, self.generation_config, self.continuous_batching_config)
         model.eval()
-        self.engine.switch_to_cb_friendly_attn(model)
         try:
+            if self.engine is None:
+                self.engine = make_engine(model, self.generation_config, self.continuous_batching_config)
+                cache = self.engine.batch_processor.cache
+                self.on_cache([*cache.key_cache, *cache.value_cache])
+            self.engine.switch_to_cb_friendly_attn(model)
             return generate(self.engine, prompt_ids), None
         finally:
             model.set_attn_implementation(attention)
             model.train(was_training)
+
+
+@torch.no_grad()
+def make_engine(model, generation_config, arguments) -> ContinuousBatchingManager:
+    """An engine with its cache and its first CUDA graph. Raises torch.cuda.OutOfMemoryError where a card has no room for it."""
+    engine = ContinuousBatchingManager(model, generation_config, arguments)
+    engine.switch_to_cb_friendly_attn(model)
+    try:
+        with torch.random.fork_rng():  # it seeds all generators anew: a resumed run would leave its own
+            engine.warmup()
+    except MemoryError as error:  # transformers' word for the card too, which Python's own does not say
+        if model.device.type != "cuda":
+            raise
+        raise torch.cuda.OutOfMemoryError(f"GPU: no room for the cache of continuous batching: {error}") from error
+    return engine
 
 
 @torch.no_grad()
@@ -63,12 +79,6 @@ def generate(engine: ContinuousBatchingManager, prompts: list[list[int]]) -> lis
 
     Raises RuntimeError for an answer that failed or is missing: the engine itself only logs it.
     """
-    if engine.batch_processor is None:
-        try:
-            with torch.random.fork_rng():  # it seeds all generators anew: a resumed run would leave its own
-                engine.warmup()
-        except MemoryError as error:  # of the card, which Python's word for RAM does not say
-            raise torch.cuda.OutOfMemoryError(f"GPU: no room for the cache of continuous batching: {error}") from error
     engine.background_thread_status.clear()
     requests = engine.add_requests(prompts)
     engine.background_thread_status.request_stop(BackgroundThreadStatus.FLUSH_AND_STOP, engine.distributed_helper.global_rank)

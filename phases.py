@@ -104,10 +104,11 @@ class Phases:
             torch.cuda.reset_peak_memory_stats()
         self.since = now
 
+    @harmless
     def stays(self, size: int) -> None:
-        """So many bytes were made in a part of the first step, and stay: they are above the base no more."""
-        self.peaks = {part: max(peak - size, 0) for part, peak in self.peaks.items()}
-        self.highest -= size
+        """So many bytes were made in the part under way, and stay: they are none of its peak, nor of those around it."""
+        self.base += size
+        self.settle()
 
     def timed(self, part: str, function):
         """The function, as a part."""

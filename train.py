@@ -275,9 +275,8 @@ def main(arguments: list[str] | None = None) -> None:
     other = "smollm2 needs none" if config.preset != "smollm2" else "qwen3-4b needs one with 16 GB and driver 580 or newer"
     print(f"preset {config.preset}: {seen}; {other}", flush=True)
     checks.check_config(config)
-    if unused := -config.max_steps % config.steps_per_rollout:
-        more = config.max_steps + unused
-        print(f"--max-steps {config.max_steps} ends within a rollout, so the run cannot be lengthened later; {more} uses it up")
+    for note in checks.notes(config):
+        print(note)
     checks.check_machine(config, gpu)
     checks.check_output_dir(Path(config.output_dir))
     models.check_model(config.model, config.load_in)
@@ -411,7 +410,7 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     make_ready(config, trainer, gpu)
     phases.attach(trainer)
     if config.backend == "paged":
-        meter.cache = trainer.cache_tensors
+        trainer.on_cache = meter.cache
     run.trainer_arguments(trainer.args)
     run.figures = progress.figures(trainer)
 

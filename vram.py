@@ -33,7 +33,6 @@ class Meter:
     def __init__(self, gpu, peak, phases, plan, say, sleeps=False):
         self.gpu, self.peak, self.phases, self.plan, self.say, self.sleeps = gpu, peak, phases, plan, say, sleeps
         self.off = plan is None
-        self.cache = list  # a function: tensors of a cache that the trainer keeps
         self.points = {}
         self.lines = {}  # by the plan's keys
         self.at("context")
@@ -80,6 +79,12 @@ class Meter:
         self.lines["vllm_graphs"] = self.points["vllm_graphs"][0] - self.points["vllm_cache"][0]
 
     @harmless
+    def cache(self, tensors: list[torch.Tensor]) -> None:
+        """The cache of continuous batching, which the first rollout has just made, and which stays."""
+        self.lines["kv_cache"] = size(tensors)
+        self.phases.stays(round(self.lines["kv_cache"] * GIB))
+
+    @harmless
     def gradients(self, model) -> None:
         """In the first step, before they are used; they are as large in all others."""
         if "gradients" not in self.lines:
@@ -87,13 +92,10 @@ class Meter:
 
     @harmless
     def optimizer(self, optimizer) -> None:
-        """After the first step, which makes its state, and with continuous batching the cache that stays from then on."""
+        """After the first step, which makes its state."""
         if "optimizer" not in self.lines:
             self.at("first step")
             self.lines["optimizer"] = size([list(state.values()) for state in optimizer.state.values()])
-            if cache := size(self.cache()):
-                self.lines["kv_cache"] = cache
-                self.phases.stays(round(cache * GIB))
 
     def counters(self) -> dict[str, list]:
         """What each counter saw after each phase, in columns."""
@@ -118,6 +120,7 @@ class Meter:
             pool, beside = grown[2] - grown[1], grown[0] - grown[2]
         stays = "kv_cache" in lines
         lines.setdefault("kv_cache", peaks["generation"])
+        lines["generation"] = peaks["generation"]
         card, _, reserved = self.points["trained"]
         if self.sleeps:
             card += lines["kv_cache"]
@@ -126,7 +129,12 @@ class Meter:
         lines["logits"] = peaks.get("logits", 0.0)
         lines["slack"] = (self.phases.reserved - self.phases.allocated) / GIB - pool
         total = self.peak.peak_gib - self.peak.start_gib
-        counted = {**lines, "vllm_activations": 0.0, "logits": self.phases.highest / GIB - peaks["forward_backward"]}
+        counted = {
+            **lines,
+            "vllm_activations": 0.0,
+            "generation": 0.0,
+            "logits": self.phases.highest / GIB - peaks["forward_backward"],
+        }
         if not stays:
             counted["kv_cache"] = 0.0
         elif self.sleeps:

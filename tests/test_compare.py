@@ -86,7 +86,7 @@ def test_the_table_is_read_back_from_the_store(both, capsys):
     again = compare("table", both.parent, store=both.store, cwd=both.folder)
     assert again.code == 0 and again.stdout.strip() in both.done.stdout
     lines = again.stdout.splitlines()
-    assert lines[0].startswith("| back end | run | steps | training, s | median step, s (from step 1) | p90, s | of which ")
+    assert lines[0].startswith("| back end | run | steps | training, s | median step, s (from step 1) | p90, s | of it ")
     assert [line.split(" | ")[0] for line in lines[2:]] == ["| trl", "| vllm", "| paged --no-use-cuda-graph"]
     one = here("table", both.parent, "--steps", 1, both=both, capsys=capsys)
     assert one.code == 0 and [line.split(" | ")[2] for line in one.stdout.splitlines()[2:]] == ["1", "0", "1"]
@@ -118,7 +118,12 @@ def test_a_band_that_is_left_is_exit_code_1(both, capsys):
         (["run", "--steps", "0"], "--steps 0: must be at least 1"),
         (["run", "--backends", "trl", "sglang"], "--backends sglang: there are vllm, unsloth, paged, trl"),
         (["run", "--backends", "trl --beta 0.1"], "--beta would make it another training; after -- it is for all of them"),
-        (["run", "--backends", "trl --use-cuda-graph"], "--use-cuda-graph: it is about --backend paged"),
+        (["run", "--backends", "trl --use-cuda-graph"], "trl --use-cuda-graph: --use-cuda-graph: it is about --backend paged"),
+        (["run", "--backends", "trl --save_steps 1"], "--save_steps would make it another training"),
+        (["run", "--backends", "trl 'x"], "--backends trl 'x: no closing quotation"),
+        (["run", "--backends", "trl", "--steps", "x"], "argument --steps: invalid int value: 'x'; compare.py run --help"),
+        (["diff", "one"], "the following arguments are required: candidate; compare.py diff --help"),
+        (["table", "a'b"], "parent a'b: no run in experiment"),
         (["run", "--backends", "trl", "--", "--max-steps", "3"], "--max-steps: compare sets it itself"),
         (["run", "--backends", "trl", "--", "--num-generations", "4", "--per-device-train-batch-size", "3"],
          "nearest batch sizes: 4"),
@@ -150,16 +155,11 @@ def made_up(both, capsys):
         runs.append(run.info.run_id)
         both.client.set_tag(runs[-1], "mlflow.parentRunId", parent)
         both.client.set_tag(runs[-1], "backend", backend)
-    params = {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 1,
-        "steps_per_generation": 2,
-        "num_iterations": 1,
-    }
-    for name, value in params.items():
+    for name, value in {"backend": "vllm", "effective_batch": 4, "steps_per_rollout": 2}.items():
         both.client.log_param(runs[0], name, value)
     for step in range(1, 7):  # generation at every other step
-        rollout = {"seconds/generation": 3.0, "completions/mean_length": 100.0} if step % 2 else {"seconds/generation": 0.0}
+        rollout = {"seconds/generation": 3.0, "completions/mean_length": 100.0, "reward": 0.1 * step}
+        rollout = rollout if step % 2 else {"seconds/generation": 0.0}
         for name, value in {"seconds/forward_backward": 0.5, **rollout}.items():
             both.client.log_metric(runs[0], name, value, step=step)
     both.client.set_tag(runs[1], "error", "OutOfMemoryError: no room")
@@ -167,10 +167,10 @@ def made_up(both, capsys):
 
 
 def test_a_rollout_of_two_steps_counts_as_a_whole(made_up, both, capsys):
-    """3 s of generation for two steps of 0.5 s and 4 answers of 100 tokens: 2 s a step, 200 tokens a second."""
+    """3 s of generation for two steps of 0.5 s and 4 answers of 100 tokens: 2 s a step, 1.5 of them generating, 200 tokens/s."""
     done = here("table", made_up.parent, both=both, capsys=capsys)
     first, second = (line.split(" | ") for line in done.stdout.splitlines()[2:])
-    assert first[2:10] == ["6", "12", "2", "100 %", "2", "1", "100", "200"]
+    assert first[2:] == ["6", "12", "2", "100 %", "2", "1.5", "100", "200", "", "", "0.5", "RUNNING |"]  # the fifth's reward
     assert second[0] == "| unsloth" and second[-1] == "OutOfMemoryError: no room |"
 
 
@@ -189,8 +189,48 @@ def test_answers_that_say_nothing_are_outside_of_the_bands(ratio, said):
 
     def run(name, ratio):
         steps = {step: {"completions/mean_length": 20.0, "completions/compression_ratio": ratio} for step in range(1, 4)}
-        return script.Run(name, name, "FINISHED", {}, {}, None, steps)
+        return script.Run(name, None, name, "FINISHED", {}, {}, None, steps)
 
     options = SimpleNamespace(kl_max=0.015, loss_min=-0.3, loss_max=1.0, length_ratio=1.5, compression_ratio=1.5)
     left = script.bands_left(run("trl", 1.0), run("paged", ratio), [1, 2, 3], options)
     assert len(left) == (said is not None) and (not said or f"answers of paged compress {said}" in left[0])
+
+
+def test_what_cannot_run_is_a_row_and_a_used_folder_is_refused(both, capsys):
+    """8 bits are vLLM's alone, so all three are refused at once; with one that can, the others are rows."""
+    done = here("run", "--backends", "trl", "paged", "--", "--load-in", "fp8", both=both, capsys=capsys)
+    assert done.code == 2 and "trl: --load-in fp8: vLLM makes these weights" in done.message
+    used = next((both.folder / "benchmarks").iterdir())
+    done = here("run", "--backends", "trl", "--out", used, "--", "--preset", "smollm2", both=both, capsys=capsys)
+    assert done.code == 2 and f"--out {used}: holds the runs of an earlier comparison" in done.message
+    (both.folder / "file").touch()
+    done = here(
+        "run", "--backends", "trl", "--out", both.folder / "file", "--", "--preset", "smollm2", both=both, capsys=capsys
+    )
+    assert done.code == 2 and f"--out {both.folder / 'file'}: " in done.message
+
+
+def test_the_later_steps_of_a_rollout_are_looked_at_too():
+    """A rollout of 8 steps logs its answers in the first: the last third of 8 steps has none of its own."""
+    import compare as script
+
+    def run(name, length):
+        steps = {step: {"completions/mean_length": length} if step == 1 else {} for step in range(1, 9)}
+        return script.Run(name, None, name, "FINISHED", {}, {}, None, steps)
+
+    options = SimpleNamespace(kl_max=0.015, loss_min=-0.3, loss_max=1.0, length_ratio=1.5, compression_ratio=1.5)
+    left = script.bands_left(run("trl", 20.0), run("paged", 200.0), list(range(1, 9)), options)
+    assert left == ["answers of paged have 200 tokens in the last 2 steps, trl's 20"]
+
+
+@pytest.mark.parametrize("loss", [float("nan"), 1.7976931348623157e308, -1.7976931348623157e308])
+def test_a_number_that_is_none_is_outside_also_as_mlflow_keeps_it(loss):
+    import compare as script
+
+    def run(name, loss):
+        return script.Run(name, None, name, "FINISHED", {}, {}, None, {1: {"loss": 0.0}, 2: {"loss": loss}})
+
+    one, other = run("trl", 0.0), run("paged", loss)
+    options = SimpleNamespace(kl_max=0.015, loss_min=-0.3, loss_max=1.0, length_ratio=1.5, compression_ratio=1.5)
+    assert "loss of paged is no number in step 2" in script.bands_left(one, other, [1, 2], options)
+    assert script.apart(one, other, "loss", [1, 2]) == ["nan", "nan"]

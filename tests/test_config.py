@@ -68,6 +68,7 @@ def test_help_is_quick_and_names_the_knobs(tmp_path):
         ("--run-name a\udcff", ["--run-name 'a\\udcff'", "give a name in UTF-8"]),
         ("--output-dir o\udcff", ["--output-dir 'o\\udcff'", "give a name in UTF-8"]),
         ("--use-cuda-graph", ["--use-cuda-graph", "--backend paged"]),
+        ("--backend paged --use-cuda-graph", ["--use-cuda-graph: there is no GPU"]),
         ("--no-fast-inference", ["--no-fast-inference: it is --backend unsloth now"]),
         ("--min-p 2", ["--min-p 2.0", "a share, above 0 and at most 1"]),
         ("--vllm-enable-sleep-mode", ["--vllm-enable-sleep-mode", "--backend vllm"]),
@@ -597,3 +598,17 @@ def test_an_async_reward_is_checked_in_every_step_too():
     assert strict.__name__ == "slow_reward" and inspect.iscoroutinefunction(strict)
     with pytest.raises(Refused, match="slow_reward returned nan"):
         asyncio.run(strict(completions=["a"], prompts=["b"]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, []),
+        ({"max_steps": 1}, ["--warmup-steps 2 are more than --max-steps 1", "below --learning-rate 0.0003"]),
+        ({"max_steps": 1, "warmup_steps": 0.5}, []),
+        ({"max_steps": 5, "steps_per_generation": 4}, ["--max-steps 5 ends within a rollout", "8 uses it up"]),
+    ],
+)
+def test_what_may_not_be_meant_is_said(changes, words):
+    found = checks.notes(dataclasses.replace(PRESETS["smollm2"], **changes))
+    assert len(found) == bool(words) and all(word in found[0] for word in words)

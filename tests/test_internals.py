@@ -53,6 +53,10 @@ BITSANDBYTES_LAYER = "model_executor/layers/quantization/bitsandbytes.py"
         ("unsloth_zoo", "vllm_utils.py", "        if compilation_config == 3:\n"),
         ("trl", "trainer/grpo_trainer.py", "param.data = param.data.to(torch.bfloat16)"),  # trainer.py, make_ready
         ("trl", "trainer/grpo_trainer.py", "unwrapped_model.to(torch.bfloat16)"),  # paged.py
+        ("trl", "trainer/utils.py", "\n_CHUNKED_LOGPROB_CHUNK_SIZE = 32768\n"),  # budget.py, logits_bytes
+        ("trl", "kernels/chunked_logprob.py", "\nTOKEN_CHUNK_SIZE = 4096\n"),
+        ("trl", "kernels/chunked_logprob.py", "mm_buf = torch.empty((min(N, TOKEN_CHUNK_SIZE), chunk_size), "),
+        ("transformers", "integrations/sdpa_paged.py", "repeat_kv(key, module.num_key_value_groups)"),  # budget.py, plan
         ("unsloth_zoo", "vllm_utils.py", "explicit_max_num_seqs = max_num_seqs not in (None, 256)"),  # engine.py
         ("vllm", "config/vllm.py", "self.compilation_config.cudagraph_mode.requires_piecewise_compilation()\n            and "
          "self.compilation_config.mode != CompilationMode.VLLM_COMPILE\n"),
