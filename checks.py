@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import math
 import numbers
+import os
 import shutil
 import sys
 import tempfile
@@ -102,6 +103,8 @@ def notes(config) -> list[str]:
 
 def check_machine(config, gpu) -> None:
     """Refuse what the machine cannot do. `gpu` is `gpu.Gpu` or None."""
+    if (processes := os.environ.get("WORLD_SIZE") or "1") != "1":
+        raise Refused(f"WORLD_SIZE {processes}: a run is one process on one card so far; start it without a launcher")
     if gpu is None:
         if config.fast_inference:
             small = config.preset == "smollm2"

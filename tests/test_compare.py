@@ -167,7 +167,7 @@ def made_up(both, capsys):
 
 
 def test_a_rollout_of_two_steps_counts_as_a_whole(made_up, both, capsys):
-    """3 s of generation for two steps of 0.5 s and 4 answers of 100 tokens: 2 s a step, 1.5 of them generating, 200 tokens/s."""
+    """3 s of generation for two steps of 0.5 s and 4 answers of 100 tokens: 2 s a step, 1.5 of them generating."""
     done = here("table", made_up.parent, both=both, capsys=capsys)
     first, second = (line.split(" | ") for line in done.stdout.splitlines()[2:])
     assert first[2:] == ["6", "12", "2", "100 %", "2", "1.5", "100", "200", "", "", "0.5", "RUNNING |"]  # the fifth's reward
