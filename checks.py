@@ -115,7 +115,8 @@ def check_machine(config, gpu) -> None:
                 "Without one: " + (without if small else f"--preset smollm2; or {without}, if you can wait for a CPU")
             )
         if "8bit" in config.optim:
-            raise Refused(f"--optim {config.optim}: its kernels need a GPU; --optim adamw_torch_fused is the one for a CPU")
+            small = "" if config.preset == "smollm2" else "; --preset smollm2 is made for one"
+            raise Refused(f"--optim {config.optim}: its kernels need a GPU; --optim adamw_torch_fused runs on a CPU{small}")
         if config.vram_limit_gib:
             raise Refused(f"--vram-limit-gib {config.vram_limit_gib:g}: there is no GPU to limit; leave it away")
         if config.use_cuda_graph:

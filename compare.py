@@ -27,7 +27,6 @@ from pathlib import Path
 
 import checks
 import command_line
-import models
 import pictures
 import record
 import train
@@ -85,23 +84,46 @@ def main(arguments: list[str]) -> None:
     options.flags = flags + arguments[len(before) + 1 :]
     if options.command != "run" and options.flags:
         raise checks.Refused(f"{options.command} {options.flags[0]}: {options.command} --help lists what it takes")
-    if options.steps is not None and options.steps < 1:
-        raise checks.Refused(f"--steps {options.steps}: must be at least 1")
+    if options.steps is not None and not 1 <= options.steps <= 10**6:
+        raise checks.Refused(f"--steps {options.steps}: must be at least 1, and at most 1000000")
     if options.command == "run":
         options.line = f"uv run python compare.py {shlex.join(arguments)}"
         with Stop() as stop:
             run_all(options, find_gpu()[0], stop)
         return
-    record.connect(train.PROJECT, EXPERIMENT)
+    check_reading(options)
+    record.connect(train.PROJECT, EXPERIMENT, must_be_there=True)
     from mlflow import MlflowException
 
     try:
         if options.command == "table":
-            print(in_a_table([run for parent in options.parents for run in read_children(parent)], options.steps))
+            parents = dict.fromkeys(options.parents)
+            print(in_a_table([run for parent in parents for run in read_children(parent)], options.steps))
         else:
             sys.exit(difference(options))
     except MlflowException as error:
         raise checks.Refused(f"the MLflow store does not answer ({checks.one_line(error)[:200]}); try again") from None
+
+
+def check_reading(options) -> None:
+    """Refuse ids that no store gives, and bands that let nothing through, or everything."""
+    for run_id in options.parents if options.command == "table" else [options.reference, options.candidate]:
+        if not run_id.isalnum():
+            raise checks.Refused(
+                f"{run_id!r} is no id of a run, which has letters and digits alone; compare.py run prints them"
+            )
+    if options.command == "table":
+        return
+    for name in ("length_ratio", "compression_ratio"):
+        if not getattr(options, name) > 1:
+            raise checks.Refused(
+                f"{checks.flag(name)} {getattr(options, name):g}: must be above 1; 1.5 is where nothing is said"
+            )
+    if not options.kl_max >= 0:
+        raise checks.Refused(f"--kl-max {options.kl_max:g}: must be 0 or more; 0.015 is where nothing is said")
+    if not options.loss_min < options.loss_max:
+        said = f"--loss-min {options.loss_min:g} --loss-max {options.loss_max:g}"
+        raise checks.Refused(f"{said}: the first must be below the second; -0.3 and 1 are where nothing is said")
 
 
 # run
@@ -110,8 +132,16 @@ def main(arguments: list[str]) -> None:
 def run_all(options, gpu, stop: Stop) -> None:
     """Train with each back end in a process of its own; the table and the figure go to the screen and to the parent run."""
     for word in options.flags:
-        if word.partition("=")[0].replace("_", "-") in OWN:
+        flag = word.partition("=")[0].replace("_", "-")
+        if flag in OWN:
             raise checks.Refused(f"{word}: compare sets it itself; compare.py run --help lists what can be said")
+        if flag in ("--steps", "--backends", "--noise", "--out"):
+            raise checks.Refused(f"{word}: it is compare's own, and goes before the --")
+        if flag in ("-h", "--help"):
+            raise checks.Refused(f"{word}: before the -- it is compare's; for what may come after it, train.py --help")
+    if len(set(options.backends)) < len(options.backends):
+        twice = next(name for name in options.backends if options.backends.count(name) > 1)
+        raise checks.Refused(f"--backends: {twice!r} is there twice; --noise runs the first one again, with the next seed")
     os.environ.update({**train.ENVIRONMENT, **os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})  # NVML counts cards in that order
     flags = [*options.flags, *same_for_all(options.flags, gpu)]
     sizes = f"--max-steps {options.steps} --save-steps {options.steps} --eval-problems 0 --sample-steps 0"
@@ -123,19 +153,22 @@ def run_all(options, gpu, stop: Stop) -> None:
     if options.noise:
         name, own, config = plans[0]
         plans.insert(1, (name, own, dataclasses.replace(config, seed=config.seed + 1)))
-    refusals = [refusal for name, _, config in plans if (refusal := refused(name, config))]
+    refusals = [refusal for name, _, config in plans if (refusal := refused(name, config, gpu))]
     if len(refusals) == len(plans):  # before anything starts; what one of them cannot do is a row
         raise checks.Refused(refusals[0])
     first = plans[0][-1]
-    models.check_model(first.model, first.load_in)
     out = Path(options.out or f"benchmarks/backends-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")
-    try:
-        checks.check_output_dir(out)
-    except checks.Refused as refusal:
-        raise checks.Refused(str(refusal).replace("--output-dir", "--out")) from None
     if next(out.glob("*/*/record.jsonl"), None):
         raise checks.Refused(f"--out {out}: holds the runs of an earlier comparison; give another folder")
-    store = record.connect(train.PROJECT, EXPERIMENT)
+    new = not out.exists()
+    try:
+        checks.check_output_dir(out)
+        store = record.connect(train.PROJECT, EXPERIMENT)
+    except checks.Refused as refusal:
+        if new:
+            with contextlib.suppress(OSError):
+                out.rmdir()
+        raise checks.Refused(str(refusal).replace("--output-dir", "--out")) from None
     say(f"{machine(gpu)}; {options.steps} steps of {first.effective_batch} completions in groups of {first.num_generations}, "
         f"a rollout for each {'step' if first.steps_per_rollout == 1 else f'{first.steps_per_rollout} steps'}")  # fmt: skip
 
@@ -173,7 +206,7 @@ def run_all(options, gpu, stop: Stop) -> None:
         with store_may_be_away(f"once it answers: uv run python compare.py table {parent}"):
             runs = children(client, parent)
         finished = any(run.status == "FINISHED" for run in runs)
-        with store_may_be_away(f"the parent run {parent} stays open"):
+        with store_may_be_away(f"the parent run {parent} stays RUNNING"):
             client.set_terminated(parent, status if finished or status != "FINISHED" else "FAILED")
         if runs:
             conclude(client, parent, runs, out)
@@ -187,20 +220,27 @@ def flags_of(name: str) -> list[str]:
     try:
         words = shlex.split(name)
     except ValueError as error:
-        raise checks.Refused(f"--backends {name}: {str(error).lower()}") from None
+        raise checks.Refused(f"--backends {name!r}: {str(error).lower()}; for example 'trl --torch-compile'") from None
     if not words or words[0] not in BACKENDS:
-        raise checks.Refused(f"--backends {name}: there are {', '.join(BACKENDS)}, each also with flags in quotes")
+        raise checks.Refused(f"--backends {name!r}: there are {', '.join(BACKENDS)}, each also with flags in quotes")
+    if words[1:2] and not words[1].startswith("-"):
+        raise checks.Refused(f"--backends {name!r}: {words[1]!r} is no flag; without quotes each is a back end: {name}")
     for word in words[1:]:
         flag = word.partition("=")[0].replace("_", "-")
-        if flag.startswith("--") and (flag in OWN or flag[2:].removeprefix("no-").replace("-", "_") not in FREE):
-            raise checks.Refused(f"--backends {name}: {word} would make it another training; after -- it is for all of them")
+        field = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+        if not flag.startswith("-"):
+            continue
+        if field not in train.Config.__dataclass_fields__:
+            raise checks.Refused(f"--backends {name!r}: train.py has no flag {word}; uv run python train.py --help lists all")
+        if flag in OWN or field not in FREE:
+            raise checks.Refused(f"--backends {name!r}: {word} would make it another training; after -- it is for all of them")
     return words
 
 
-def refused(name: str, config) -> str | None:
-    """Why a config is wrong on any machine, in words, for the back end that it is of."""
+def refused(name: str, config, gpu) -> str | None:
+    """Why a config cannot run here, in words, for the back end that it is of."""
     try:
-        checks.check_config(config)
+        look_at(config, gpu)
     except checks.Refused as refusal:
         return f"{name}: {refusal}"
 
@@ -246,26 +286,35 @@ def start(name: str, flags: list[str], config, gpu, parent: str, client, folder:
                     run_id = run_id or adopt(folder, name, parent, client)
                     time.sleep(0.2)
             except Stopped as stopped:
-                with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(stopped.signum or signal.SIGTERM)
-                process.wait()
+                end(process, stopped.signum)
                 raise
             finally:
                 run_id = run_id or adopt(folder, name, parent, client)
         errors.seek(0)
         said = [line for line in errors.read().splitlines() if line.strip()]
-    if process.returncode == 0:
+    code = process.returncode
+    if code == 0:
         return run_id, None
+    error = f"exit code {code}" if code > 0 else f"ended by {signal.Signals(-code).name}"
     if run_id is None:
-        return None, checks.one_line(" ".join(said[-2:]) or f"exit code {process.returncode}")
-    error = f"exit code {process.returncode}"
+        return None, checks.one_line(" ".join(said[-2:]) or error)
     with store_may_be_away(error):
-        run = client.get_run(run_id)
-        error = run.data.tags.get("error", error)
-        if run.info.status == "RUNNING":  # it was killed: nobody has said how it ended
+        if code < 0:  # nobody has said how it ended, nor sent the rest of its record
             client.set_tag(run_id, "error", error)
-            client.set_terminated(run_id, "FAILED")
+            record.upload(next(folder.glob("*/record.jsonl")).parent, train.PROJECT)
+        run = client.get_run(run_id)
+        error = run.data.tags.get("error", error).removeprefix("Refused: ")
     return run_id, error
+
+
+def end(process: subprocess.Popen, signum: int) -> None:
+    """Pass a signal on and wait. Another one, at least a second later, is passed on too; a third kills."""
+    for each in (signum, signum, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(each)
+        with contextlib.suppress(Stopped):
+            process.wait()
+            return
 
 
 def adopt(folder: Path, name: str, parent: str, client) -> str | None:
@@ -345,6 +394,8 @@ def read_run(client, run_id: str) -> Run:
     if not record.knows(client, run_id):
         raise checks.Refused(f"run {run_id}: the store has none of that id; compare.py table PARENT lists them")
     run = client.get_run(run_id)
+    if "backend" not in {**run.data.params, **run.data.tags}:
+        raise checks.Refused(f"run {run_id} is none of a back end; compare.py table {run_id} lists those under a parent")
     steps: dict[int, dict[str, float]] = {}
     for name in run.data.metrics:
         for metric in client.get_metric_history(run_id, name):
@@ -361,10 +412,12 @@ def read_children(parent: str) -> list[Run]:
     """The runs under a parent, in the order of their start. Refuses a parent without any."""
     from mlflow.tracking import MlflowClient
 
-    runs = children(MlflowClient(), parent) if parent.isalnum() else []
-    if not runs:
-        raise checks.Refused(f"parent {parent}: no run in experiment {EXPERIMENT} is under it; compare.py run prints the id")
-    return runs
+    client = MlflowClient()
+    if runs := children(client, parent):
+        return runs
+    own = client.get_run(parent).data.tags.get("mlflow.parentRunId") if record.knows(client, parent) else None
+    other = f"it is under {own} itself" if own else "compare.py run prints the id"
+    raise checks.Refused(f"parent {parent}: no run in experiment {EXPERIMENT} is under it; {other}")
 
 
 def children(client, parent: str) -> list[Run]:
@@ -462,7 +515,11 @@ def difference(options) -> int:
     left = bands_left(reference, candidate, steps, options)
     if missing := [title for title, name in SERIES.items() if not (reference.latest(name) and candidate.latest(name))]:
         print(f"not checked, since one of them did not log it: {', '.join(missing)}")
-    print(f"outside of the bands: {'; '.join(left)}" if left else f"within the bands over {len(steps)} steps")
+    print(
+        f"outside of the bands: {'; '.join(left)}"
+        if left
+        else f"within the bands over {len(steps)} step{'s' * (len(steps) > 1)}"
+    )
     return 1 if left else 0
 
 
@@ -524,7 +581,7 @@ def bands_left(reference: Run, candidate: Run, steps: list[int], options) -> lis
                 step, value = max(far, key=lambda pair: abs(pair[1]) if is_number(pair[1]) else math.inf)
                 left.append(f"{title} of {run.name} is {value:.4g} in step {step} (band: {low:g} to {high:g})")
     last = steps[-max(len(steps) // 3, 1) :]
-    whose = f"in the last {len(last)} steps, {reference.name}'s"
+    whose = f"in the last {f'{len(last)} steps' if len(last) > 1 else 'step'}, {reference.name}'s"
     length = [mean_of(run, "completion length", last) for run in (reference, candidate)]
     if all(length) and length[1] > options.length_ratio * length[0]:
         left.append(f"answers of {candidate.name} have {length[1]:.0f} tokens {whose} {length[0]:.0f}")

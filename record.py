@@ -25,17 +25,21 @@ from data import last_message
 LIBRARIES = ("torch", "transformers", "trl", "peft", "unsloth", "unsloth_zoo", "vllm", "bitsandbytes", "datasets", "mlflow")
 
 
-def connect(project: Path, experiment: str) -> str:
+def connect(project: Path, experiment: str, must_be_there: bool = False) -> str:
     """Choose the store and the experiment; returns the store's address without credentials.
 
     MLFLOW_TRACKING_URI where it is set, else SQLite in the project folder. Refuses within seconds a server that does not
-    answer, which MLflow's client by itself would ask for minutes. Where the environment names a run, a nesting or another
-    experiment, that is forgotten: MLflow would go on with that run instead of opening one.
+    answer, which MLflow's client by itself would ask for minutes; with `must_be_there` also a new SQLite file. Where the
+    environment names a run, a nesting or another experiment, that is forgotten: MLflow would go on with that run instead of
+    opening one.
     """
     own = own_store(project)
     uri, shown = hide_credentials(os.environ.get("MLFLOW_TRACKING_URI") or own)
     if ":" in uri and not re.match(r"[a-z+0-9]+:/|file:|databricks", uri):
         raise Refused(f"MLFLOW_TRACKING_URI {shown}: no scheme; http://{shown} for a server, sqlite:///{shown}.db for a file")
+    file = Path(re.sub("^sqlite:///", "", uri))
+    if must_be_there and uri.startswith("sqlite:///") and not file.is_file():
+        raise Refused(f"MLFLOW_TRACKING_URI {shown}: {file} is not there, so it has no runs; name the store that they went to")
     for variable in ("MLFLOW_RUN_ID", "MLFLOW_NESTED_RUN", "MLFLOW_EXPERIMENT_ID"):
         os.environ.pop(variable, None)
     # by itself the client asks a dead server for minutes; the journal tries again anyway

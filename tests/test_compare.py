@@ -3,8 +3,11 @@
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
+import textwrap
+import time
 from types import SimpleNamespace
 from unittest import mock
 
@@ -106,24 +109,39 @@ def test_a_band_that_is_left_is_exit_code_1(both, capsys):
     ids = [both.runs[name].info.run_id for name in ("trl", "paged")]
     inside = here("diff", *ids, "--kl-max", 5, "--length-ratio", 10, both=both, capsys=capsys)
     assert inside.code == 0 and "| KL | " in inside.stdout and "not logged" not in inside.stdout
-    outside = here("diff", *ids, "--loss-max", -1, both=both, capsys=capsys)
+    outside = here("diff", *ids, "--loss-min", -3, "--loss-max", -1, both=both, capsys=capsys)
     assert outside.code == 1 and "loss of trl is " in outside.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["table", "no-such-run"], "parent no-such-run: no run in experiment p7-grpo-backends is under it"),
-        (["diff", "no-such-run", "another"], "run no-such-run: the store has none of that id"),
+        (["table", "nosuchrun"], "parent nosuchrun: no run in experiment p7-grpo-backends is under it"),
+        (["diff", "nosuchrun", "another"], "run nosuchrun: the store has none of that id"),
         (["run", "--steps", "0"], "--steps 0: must be at least 1"),
-        (["run", "--backends", "trl", "sglang"], "--backends sglang: there are vllm, unsloth, paged, trl"),
+        (["run", "--backends", "trl", "sglang"], "--backends 'sglang': there are vllm, unsloth, paged, trl"),
+        (["run", "--backends", ""], "--backends '': there are vllm"),
+        (["run", "--backends", "trl", "trl"], "--backends: 'trl' is there twice; --noise"),
+        (["run", "--backends", "trl paged"], "'paged' is no flag; without quotes each is a back end: trl paged"),
+        (["run", "--backends", "trl --bogus"], "--backends 'trl --bogus': train.py has no flag --bogus"),
+        (["run", "--backends", "trl -h"], "--backends 'trl -h': train.py has no flag -h"),
+        (["run", "--", "--steps", "4"], "--steps: it is compare's own, and goes before the --"),
+        (["run", "--", "--help"], "--help: before the -- it is compare's"),
+        (["run", "--steps", "100000000"], "--steps 100000000: must be at least 1, and at most 1000000"),
+        (["run", "--backends", "vllm", "--", "--preset", "smollm2"], "vllm: --preset smollm2 generates with vLLM"),
+        (["run", "--backends", "trl", "--", "--preset", "smollm2", "--task", "/nowhere"], "trl: --task /nowhere: "),
         (["run", "--backends", "trl --beta 0.1"], "--beta would make it another training; after -- it is for all of them"),
         (["run", "--backends", "trl --use-cuda-graph"], "trl --use-cuda-graph: --use-cuda-graph: it is about --backend paged"),
         (["run", "--backends", "trl --save_steps 1"], "--save_steps would make it another training"),
-        (["run", "--backends", "trl 'x"], "--backends trl 'x: no closing quotation"),
+        (["run", "--backends", "trl 'x"], ": no closing quotation; for example 'trl --torch-compile'"),
         (["run", "--backends", "trl", "--steps", "x"], "argument --steps: invalid int value: 'x'; compare.py run --help"),
         (["diff", "one"], "the following arguments are required: candidate; compare.py diff --help"),
-        (["table", "a'b"], "parent a'b: no run in experiment"),
+        (["table", "a'b"], "is no id of a run, which has letters and digits alone"),
+        (["diff", "", "b"], "'' is no id of a run"),
+        (["diff", "a", "b", "--compression-ratio", "0"], "--compression-ratio 0: must be above 1"),
+        (["diff", "a", "b", "--length-ratio", "nan"], "--length-ratio nan: must be above 1"),
+        (["diff", "a", "b", "--kl-max", "nan"], "--kl-max nan: must be 0 or more"),
+        (["diff", "a", "b", "--loss-min", "2"], "--loss-min 2 --loss-max 1: the first must be below the second"),
         (["run", "--backends", "trl", "--", "--max-steps", "3"], "--max-steps: compare sets it itself"),
         (["run", "--backends", "trl", "--", "--num-generations", "4", "--per-device-train-batch-size", "3"],
          "nearest batch sizes: 4"),
@@ -134,6 +152,48 @@ def test_a_band_that_is_left_is_exit_code_1(both, capsys):
 def test_what_cannot_be_compared_is_refused_at_once(arguments, words, both, capsys):
     done = here(*arguments, both=both, capsys=capsys)
     assert done.code == 2 and words in done.message and len(done.message.splitlines()) <= 2, done.message
+
+
+def test_a_parent_is_no_run_and_a_run_no_parent(both, capsys):
+    run_id = both.runs["trl"].info.run_id
+    done = here("diff", both.parent, run_id, both=both, capsys=capsys)
+    assert done.code == 2 and f"run {both.parent} is none of a back end; compare.py table {both.parent}" in done.message
+    done = here("table", run_id, both=both, capsys=capsys)
+    assert done.code == 2 and f"it is under {both.parent} itself" in done.message
+
+
+def test_a_store_that_is_only_read_is_not_made(both, capsys):
+    nowhere = SimpleNamespace(store=f"sqlite:///{both.folder / 'nowhere.db'}", folder=both.folder)
+    done = here("table", both.parent, both=nowhere, capsys=capsys)
+    assert done.code == 2 and "nowhere.db is not there, so it has no runs" in done.message
+    assert not (both.folder / "nowhere.db").exists()
+
+
+def test_a_second_signal_is_passed_on_and_a_third_kills():
+    """To the parent alone, a second apart, with a child that hangs: none is left behind."""
+    code = "import signal; [signal.signal(n, lambda *_: print('heard', flush=True)) for n in (15,)]; print('up', flush=True); "
+    code += "exec('while True: signal.pause()')"
+    parent = textwrap.dedent(f"""
+        import subprocess, sys
+        import compare
+        from stopping import Stop, Stopped
+        with Stop():
+            child = subprocess.Popen([sys.executable, "-c", {code!r}])
+            print("started", child.pid, flush=True)
+            try:
+                child.wait()
+            except Stopped as stopped:
+                compare.end(child, stopped.signum)
+            print("ended by", -child.returncode, flush=True)
+    """)
+    with subprocess.Popen([sys.executable, "-c", parent], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        lines = iter(process.stdout.readline, "")
+        assert {next(lines).split()[0], next(lines).split()[0]} == {"started", "up"}
+        for expected in ("heard", "heard", "ended by 9"):
+            process.send_signal(signal.SIGTERM)
+            assert next(lines).strip() == expected
+            time.sleep(1.1)
+    assert process.returncode == 0
 
 
 def test_runs_that_differ_are_refused_unless_asked_for(both, capsys):
