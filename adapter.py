@@ -46,13 +46,13 @@ def save_somewhere(model, folder: Path, console) -> Path | None:
     name = f"{folder.parent.name}-{folder.name}"
     elsewhere = (Path.cwd, Path.home, lambda: Path(tempfile.gettempdir()), lambda: Path("/dev/shm"))
     for place in (None, *elsewhere):
-        kept = folder
+        kept = None
         try:
             kept = place() / name if place else folder  # there may be no working folder any more, and no home
             save(model, kept)
             return kept
         except Exception as error:  # OSError, or what safetensors makes of one
-            console.say(f"adapter not saved in {kept}: {one_line(error)}")
+            console.say(f"adapter not saved{f' in {kept}' if kept else ''}: {one_line(error)}")
     return None
 
 

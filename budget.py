@@ -124,6 +124,9 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
     staging = 2 * tokens * shape.hidden if config.gradient_checkpointing and not config.plain else 0
     other = PLAIN_OTHER if config.plain else UNSLOTHS_OWN + staging
     of_other = "rope tables, small tensors" if config.plain else "Unsloth's staging buffers, rope tables, small tensors"
+    if config.backend == "paged":  # a mask between each token of a pass, and each of cache and pass
+        at_once = max(256, config.rollout_batch)
+        other += 2 * at_once * (paged_blocks(config) * PAGED_BLOCK + at_once)
     slack = SLACK_WITH_CHECKPOINTING if config.gradient_checkpointing else SLACK
 
     # what generates has given back its tensors when training begins; a cache of vLLM's or of paged blocks stays

@@ -277,7 +277,7 @@ def start(name: str, flags: list[str], config, gpu, parent: str, client, folder:
     except checks.Refused as refusal:
         return None, str(refusal).replace("\n", " ")
     folder.mkdir(parents=True, exist_ok=True)
-    run_id = None
+    run_id = reason = None
     with open(folder / "stderr", "w+", errors="replace") as errors:
         command = [sys.executable, str(train.PROJECT / "train.py"), *flags]
         with subprocess.Popen(command, stderr=errors) as process:
@@ -290,21 +290,32 @@ def start(name: str, flags: list[str], config, gpu, parent: str, client, folder:
                 raise
             finally:
                 run_id = run_id or adopt(folder, name, parent, client)
+                if run_id and process.returncode:
+                    reason = close(folder, run_id, process.returncode, client)
         errors.seek(0)
         said = [line for line in errors.read().splitlines() if line.strip()]
-    code = process.returncode
-    if code == 0:
-        return run_id, None
-    error = f"exit code {code}" if code > 0 else f"ended by {signal.Signals(-code).name}"
-    if run_id is None:
-        return None, checks.one_line(" ".join(said[-2:]) or error)
+    if run_id is None and process.returncode:
+        return None, checks.one_line(" ".join(said[-2:]) or in_words(process.returncode))
+    return run_id, reason
+
+
+def close(folder: Path, run_id: str, code: int, client) -> str | None:
+    """Send what the journal of a run has left, where its process could not; returns why it failed, in words."""
+    error = in_words(code)
     with store_may_be_away(error):
-        if code < 0:  # nobody has said how it ended, nor sent the rest of its record
-            client.set_tag(run_id, "error", error)
+        if code < 0 or client.get_run(run_id).info.status == "RUNNING":
             record.upload(next(folder.glob("*/record.jsonl")).parent, train.PROJECT)
         run = client.get_run(run_id)
+        if run.info.status == "FINISHED":  # trained, and all of it is there now
+            return None
+        if "error" not in run.data.tags:
+            client.set_tag(run_id, "error", error)
         error = run.data.tags.get("error", error).removeprefix("Refused: ")
-    return run_id, error
+    return error
+
+
+def in_words(code: int) -> str:
+    return f"exit code {code}" if code > 0 else f"ended by {signal.Signals(-code).name}"
 
 
 def end(process: subprocess.Popen, signum: int) -> None:
@@ -450,7 +461,8 @@ def in_a_table(runs: list[Run], steps: int | None) -> str:
         row = {"back end": run.name, "run": run.run_id, "steps": len(seconds)}
         if late:
             generating, rewards = run.each("generation"), run.latest("reward")
-            lengths = [length for step, length in run.latest("completions/mean_length").items() if step in late]
+            lengths = {step: length for step, length in run.latest("completions/mean_length").items() if step in late}
+            tokens = sum(lengths.values()) * int(run.params.get("effective_batch", 0))
             start = [run.metrics.get(f"start_seconds/{part}") for part in ("imports", "to_first_step")]
             card, before = (run.metrics.get(f"vram_{name}_nvml_gib") for name in ("peak", "before"))
             row |= {
@@ -458,8 +470,8 @@ def in_a_table(runs: list[Run], steps: int | None) -> str:
                 pace: statistics.median(late.values()),
                 "p90, s": percentile(list(late.values()), 0.9),
                 "of it generating, s": statistics.median(generating[step] for step in late),
-                "mean length, tokens": statistics.mean(lengths) if lengths else None,
-                "generated tokens/s": sum(lengths) * int(run.params.get("effective_batch", 0)) / sum(late.values()),
+                "mean length, tokens": statistics.mean(lengths.values()) if lengths else None,
+                "generated tokens/s": tokens / sum(late[step] for step in lengths) if tokens else None,
                 "peak, GiB (on the card, or of RAM)": run.metrics.get("rss_peak_gib") if card is None else card - before,
                 "start to end of step 1, s": None if None in start else sum(start),
                 "last reward": rewards.get(max(late)),
@@ -502,6 +514,10 @@ def difference(options) -> int:
         raise checks.Refused(
             f"the runs have {len(steps)} steps in common" + (f", not {options.steps}" if options.steps else "")
         )
+    logged = {title: [run.latest(name).keys() & set(steps) for run in (reference, candidate)] for title, name in SERIES.items()}
+    missing = [title for title, both in logged.items() if not all(both)]
+    if len(missing) == len(SERIES):
+        raise checks.Refused(f"nothing to compare: in these steps one of them logged none of {', '.join(SERIES)}")
     noise = noise_of(client, reference)
     rows = []
     for title, name in SERIES.items():
@@ -513,7 +529,7 @@ def difference(options) -> int:
         columns += [f"max, {reference.name} with seeds {seeds[0]} and {noise.params.get('seed')}", "mean"]
     print(table(columns, rows))
     left = bands_left(reference, candidate, steps, options)
-    if missing := [title for title, name in SERIES.items() if not (reference.latest(name) and candidate.latest(name))]:
+    if missing:
         print(f"not checked, since one of them did not log it: {', '.join(missing)}")
     print(
         f"outside of the bands: {'; '.join(left)}"
@@ -553,12 +569,12 @@ def values_of(run: Run, name: str, steps: list[int]) -> list[float | None]:
 
 def apart(one: Run, other: Run, name: str, steps: list[int]) -> list[str]:
     """The largest and the mean difference of a metric, step by step."""
-    pairs = zip(values_of(one, name, steps), values_of(other, name, steps))
-    differences = [abs(a - b) for a, b in pairs if a is not None and b is not None]
-    if not differences:
+    pairs = [pair for pair in zip(values_of(one, name, steps), values_of(other, name, steps)) if None not in pair]
+    if not pairs:
         return ["not logged by both", ""]
-    if not all(map(is_number, differences)):
+    if not all(is_number(value) for pair in pairs for value in pair):
         return ["nan", "nan"]
+    differences = [abs(a - b) for a, b in pairs]
     return [shown(max(differences)), shown(statistics.mean(differences))]
 
 

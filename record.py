@@ -37,9 +37,12 @@ def connect(project: Path, experiment: str, must_be_there: bool = False) -> str:
     uri, shown = hide_credentials(os.environ.get("MLFLOW_TRACKING_URI") or own)
     if ":" in uri and not re.match(r"[a-z+0-9]+:/|file:|databricks", uri):
         raise Refused(f"MLFLOW_TRACKING_URI {shown}: no scheme; http://{shown} for a server, sqlite:///{shown}.db for a file")
-    file = Path(re.sub("^sqlite:///", "", uri))
-    if must_be_there and uri.startswith("sqlite:///") and not file.is_file():
-        raise Refused(f"MLFLOW_TRACKING_URI {shown}: {file} is not there, so it has no runs; name the store that they went to")
+    if must_be_there and uri.startswith("sqlite"):
+        from sqlalchemy.engine import make_url
+
+        file = make_url(uri).database
+        if file and not file.startswith(("file:", ":memory:")) and not Path(file).is_file():
+            raise Refused(f"the store {shown}: {file} is not there, so it has no runs; MLFLOW_TRACKING_URI names the store")
     for variable in ("MLFLOW_RUN_ID", "MLFLOW_NESTED_RUN", "MLFLOW_EXPERIMENT_ID"):
         os.environ.pop(variable, None)
     # by itself the client asks a dead server for minutes; the journal tries again anyway

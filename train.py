@@ -409,6 +409,8 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     )
     make_ready(config, trainer, gpu)
     phases.attach(trainer)
+    if evaluation:
+        evaluation.point = phases.timed("evaluation", evaluation.point)
     if config.backend == "paged":
         trainer.on_cache = meter.cache
     run.trainer_arguments(trainer.args)

@@ -119,8 +119,8 @@ class Meter:
             grown = [after - before for after, before in zip(self.points["vllm_graphs"], self.points["vllm_cache"])]
             pool, beside = grown[2] - grown[1], grown[0] - grown[2]
         stays = "kv_cache" in lines
-        lines.setdefault("kv_cache", peaks["generation"])
-        lines["generation"] = peaks["generation"]
+        lines["generation"] = max(peaks["generation"], peaks.get("evaluation", 0.0))
+        lines.setdefault("kv_cache", lines["generation"])
         card, _, reserved = self.points["trained"]
         if self.sleeps:
             card += lines["kv_cache"]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from types import SimpleNamespace
 from unittest import mock
@@ -16,6 +17,7 @@ from mlflow.tracking import MlflowClient
 
 import checks
 from conftest import ENVIRONMENT, ROOT
+from stopping import Stop, Stopped
 
 EXPERIMENT = "p7-grpo-backends"
 
@@ -196,6 +198,70 @@ def test_a_second_signal_is_passed_on_and_a_third_kills():
     assert process.returncode == 0
 
 
+FAKE = """
+import fcntl, json, os, signal, sys, time
+from pathlib import Path
+folder = Path(sys.argv[sys.argv.index("--output-dir") + 1]) / "run"
+folder.mkdir(parents=True)
+journal = open(folder / "record.jsonl", "a", buffering=1)
+fcntl.flock(journal, fcntl.LOCK_EX)
+def put(item): journal.write(json.dumps(item) + chr(10))
+put({"run_id": os.environ["RUN"], "run_name": "trl", "experiment": "p7-grpo-backends"})
+put({"n": 0, "kind": "metrics", "time": 2, "step": 1, "values": {"seconds/generation": 1.0, "loss": 0.1}})
+end = os.environ["END"]
+if end == "3": put({"n": 1, "kind": "status", "status": "FINISHED", "time": 3})
+if end == "hangs": signal.signal(signal.SIGTERM, lambda *_: None)
+while end == "hangs": time.sleep(1)
+time.sleep(0.5)
+os.kill(os.getpid(), 9) if end == "killed" else os._exit(int(end))
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "error"),
+    [("killed", "KILLED", "ended by SIGKILL"), ("1", "KILLED", "exit code 1"), ("3", "FINISHED", None),
+     ("hangs", "KILLED", "ended by SIGKILL")],
+)  # fmt: skip
+def test_what_a_process_leaves_is_sent_and_said(end, status, error, both, tmp_path, monkeypatch):
+    """A train.py that is killed, that could not reach its store (1, and 3 once trained), or that hears no signal."""
+    import compare as script
+    import train as lab
+
+    (tmp_path / "train.py").write_text(FAKE)
+    monkeypatch.setattr(lab, "PROJECT", tmp_path)
+    monkeypatch.setattr(script, "look_at", lambda *_: None)
+    parent, run = (both.client.create_run(both.client.get_experiment_by_name(EXPERIMENT).experiment_id) for _ in range(2))
+    for name, value in {"RUN": run.info.run_id, "END": end, "MLFLOW_TRACKING_URI": both.store}.items():
+        monkeypatch.setenv(name, value)
+
+    def press():
+        for _ in range(3):
+            time.sleep(1.2)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    found, presses = None, threading.Thread(target=press)
+    with Stop():
+        if end == "hangs":
+            presses.start()
+        try:
+            found = script.start("trl", ["--output-dir", str(tmp_path / "out")], None, None, parent.info.run_id, both.client,
+                                 tmp_path / "out")  # fmt: skip
+        except Stopped:
+            presses.join()
+    run = both.client.get_run(run.info.run_id)
+    assert (run.info.status, run.data.tags.get("error"), run.data.metrics["loss"]) == (status, error, 0.1)
+    assert run.data.tags["mlflow.parentRunId"] == parent.info.run_id
+    assert found == (None if end == "hangs" else (run.info.run_id, error))
+
+
+def test_two_runs_without_anything_to_compare_are_refused(made_up, both, capsys):
+    done = here("diff", made_up.runs[1], made_up.runs[1], "--anyway", both=both, capsys=capsys)
+    assert done.code == 2 and "the runs have 0 steps in common" in done.message
+    both.client.log_metric(made_up.runs[1], "seconds/generation", 1.0, step=1)
+    done = here("diff", made_up.runs[1], made_up.runs[1], "--anyway", both=both, capsys=capsys)
+    assert done.code == 2 and "nothing to compare: in these steps one of them logged none of loss, reward, KL" in done.message
+
+
 def test_runs_that_differ_are_refused_unless_asked_for(both, capsys):
     trl, vllm = both.runs["trl"].info.run_id, both.runs["vllm"].info.run_id
     done = here("diff", trl, vllm, both=both, capsys=capsys)
@@ -293,4 +359,4 @@ def test_a_number_that_is_none_is_outside_also_as_mlflow_keeps_it(loss):
     one, other = run("trl", 0.0), run("paged", loss)
     options = SimpleNamespace(kl_max=0.015, loss_min=-0.3, loss_max=1.0, length_ratio=1.5, compression_ratio=1.5)
     assert "loss of paged is no number in step 2" in script.bands_left(one, other, [1, 2], options)
-    assert script.apart(one, other, "loss", [1, 2]) == ["nan", "nan"]
+    assert script.apart(one, other, "loss", [1, 2]) == script.apart(other, other, "loss", [1, 2]) == ["nan", "nan"]
