@@ -111,8 +111,7 @@ def look_at(config, gpu) -> None:
     checks.check_machine(config, gpu)
     models.check_model(config.model, config.load_in)
     checks.load_task(config.task)
-    if gpu:
-        engine.memory_plan(config, gpu, config.model, gpu.free_gib())
+    engine.look_at(config, gpu)
 
 
 def say(text: str) -> None:

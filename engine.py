@@ -39,6 +39,22 @@ def memory_plan(config, gpu: Gpu, model: str, free_gib: float) -> tuple[shapes.S
     return shape, budget.plan(config, shape, usable_gib, gpu.total_gib)
 
 
+def look_at(config, gpu: Gpu | None) -> budget.Plan | None:
+    """The budget of a run, before anything loads; without a GPU there is none. Refuses what cannot fit, or is too long."""
+    if gpu:
+        return memory_plan(config, gpu, config.model, gpu.free_gib())[1]
+    try:
+        shape = shapes.shape_of(models.shape_source(config.model, config.load_in))
+    except shapes.NotPlanned:
+        return None
+    if config.max_seq_length > shape.context:
+        asked = f"--max-prompt-length {config.max_prompt_length} and --max-completion-length {config.max_completion_length}"
+        left = shape.context - config.max_prompt_length
+        near = f"--max-completion-length {left}" if left > 0 else f"a --max-prompt-length below {shape.context}"
+        raise Refused(f"{asked} are more than the {shape.context} tokens that {shape.name} can take; {near}")
+    return None
+
+
 def hold_to(limit_gib: float, plan: budget.Plan | None) -> None:
     """Let this process take no more of the card than a limit, CUDA context included.
 

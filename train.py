@@ -280,7 +280,7 @@ def main(arguments: list[str] | None = None) -> None:
     checks.check_machine(config, gpu)
     checks.check_output_dir(Path(config.output_dir))
     models.check_model(config.model, config.load_in)
-    if gpu and (plan := engine.memory_plan(config, gpu, config.model, gpu.free_gib())[1]):
+    if plan := engine.look_at(config, gpu):
         print("\n".join(budget.table(plan)), flush=True)
     origin = checkpoints.origin_of(config) if config.resume_from_checkpoint else None
 

@@ -69,6 +69,8 @@ def test_help_is_quick_and_names_the_knobs(tmp_path):
         ("--output-dir o\udcff", ["--output-dir 'o\\udcff'", "give a name in UTF-8"]),
         ("--use-cuda-graph", ["--use-cuda-graph", "--backend paged"]),
         ("--backend paged --use-cuda-graph", ["--use-cuda-graph: there is no GPU"]),
+        ("--max-completion-length 8100", ["--max-completion-length 8100", "8192 tokens", "; --max-completion-length 8064"]),
+        ("--max-prompt-length 9000", ["--max-prompt-length 9000", "8192 tokens", "a --max-prompt-length below 8192"]),
         ("--no-fast-inference", ["--no-fast-inference: it is --backend unsloth now"]),
         ("--min-p 2", ["--min-p 2.0", "a share, above 0 and at most 1"]),
         ("--vllm-enable-sleep-mode", ["--vllm-enable-sleep-mode", "--backend vllm"]),
