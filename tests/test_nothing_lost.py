@@ -61,7 +61,7 @@ def tiny(tmp_path_factory):
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape)).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=16384, **shape)).save_pretrained(folder)
     return folder
 
 
