@@ -8,7 +8,7 @@ import statistics
 
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import LogFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from matplotlib.transforms import blended_transform_factory
 
 # Okabe and Ito's colours; yellow is only for areas with an edge
@@ -234,8 +234,9 @@ def backends(data: dict) -> Figure:
         axes.grid(color=LIGHT, alpha=0.4)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(LogFormatter())
-    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     lines = max((panel.get_lines() for panel in figure.axes), key=len)
     legend_above(figure, lines)
     return figure

@@ -59,6 +59,8 @@ def grpo_arguments(config, run_dir: Path, on_gpu: bool) -> dict:
         }
     elif on_gpu and not config.plain:
         by_backend = {"unsloth_grpo_mini_batch": config.per_device_train_batch_size}
+    # Unsloth's own generate() captures CUDA graphs in each rollout, and torch keeps the memory of those that are gone
+    leaves_graphs = on_gpu and config.backend == "unsloth"
     return dict(
         {name: getattr(config, name) for name in same.split()},
         output_dir=str(run_dir),
@@ -73,7 +75,7 @@ def grpo_arguments(config, run_dir: Path, on_gpu: bool) -> dict:
         fp16=False,
         data_seed=config.seed,
         shuffle_dataset=False,
-        torch_empty_cache_steps=None,
+        torch_empty_cache_steps=1 if leaves_graphs else None,
         logging_steps=1,
         log_completions=True,
         num_completions_to_print=1,
