@@ -20,6 +20,9 @@ import checks
 ROOT = Path(__file__).resolve().parent.parent
 if "PYTEST_XDIST_WORKER" in os.environ:  # two trainings at once on two cores
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# where a machine forbids to keep compiled modules, each start of the script compiles them anew: 12 of 21 s to import Unsloth
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 ENVIRONMENT = dict(os.environ)  # before any test imports unsloth, which sets variables of its own
 SECRET = "s3cret-pässword"
 
