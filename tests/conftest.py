@@ -26,11 +26,31 @@ sys.dont_write_bytecode = False
 ENVIRONMENT = dict(os.environ)  # before any test imports unsloth, which sets variables of its own
 SECRET = "s3cret-pässword"
 
+# files in the order in which they are begun: the longest first, so that no worker is left with one of them at the end
+LOOK_AT_THE_SMALL_RUN = ["test_run.py", "test_ui.py", "test_pictures.py"]
+LONGEST = ["test_nothing_lost.py", *LOOK_AT_THE_SMALL_RUN, "test_compare.py", "test_knobs.py", "test_config.py"]
+LAST = ["test_paged.py"]  # it imports Unsloth's tables of names, which patches TRL for a GPU: what follows would train by that
+
 
 def pytest_xdist_auto_num_workers(config) -> int:
     """Two files at a time; one where a GPU is, whose memory the tests measure, and where one file is asked for."""
     alone = len(config.args) == 1 and ".py" in config.args[0]
     return 0 if alone or Path("/dev/nvidiactl").exists() else 2
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """--dist loadfile, with those that look at the small run as one file: a worker makes it once, and the other never."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "the small run" if Path(file).name in LOOK_AT_THE_SMALL_RUN else file
+
+    return Scheduling(config, log)
 
 
 def train(*arguments, cwd, timeout=300, **environment) -> SimpleNamespace:
@@ -142,7 +162,9 @@ def own_task_run(tmp_path_factory, server):
 
 
 def pytest_collection_modifyitems(items):
-    """GPU tests are skipped, with the reason, where no GPU is visible."""
+    """Files get their order. GPU tests are skipped, with the reason, where no GPU is visible."""
+    between = sorted({item.path.name for item in items} - {*LONGEST, *LAST})
+    items.sort(key=lambda item: [*LONGEST, *between, *LAST].index(item.path.name))
     on_gpu = [item for item in items if "gpu" in item.keywords]
     if on_gpu:
         from gpu import find_gpu
