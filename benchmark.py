@@ -31,6 +31,7 @@ import checks
 import command_line
 import engine
 import models
+import parallel
 import pictures
 import roofline
 import train
@@ -95,6 +96,7 @@ def main(arguments: list[str]) -> None:
     if getattr(options, "seeds", 2) not in T_95:
         raise checks.Refused(f"--seeds {options.seeds}: at most {max(T_95)}")
     os.environ.update({**train.ENVIRONMENT, **os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})  # NVML counts cards in that order
+    parallel.refuse_a_launcher("benchmark.py")
     gpu = find_gpu()[0]
     options.line = f"uv run python benchmark.py {shlex.join(arguments)}"
     say(f"$ {options.line}\n{machine(gpu)}")

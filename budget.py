@@ -517,8 +517,8 @@ def table(plan_: Plan) -> list[str]:
     return [*rows, f"{'total':20} {plan_.total_gib:8.2f}  of {plan_.usable_gib:.2f} GiB: {plan_.headroom_gib:.2f} left"]
 
 
-def answer(config, shape: Shape, card: Card) -> tuple[str, bool]:
-    """All that budget.py says of a config on a card, and whether it fits."""
+def answer(config, shape: Shape, card: Card, processes: int = 1) -> tuple[str, bool]:
+    """All that budget.py says of a config on a card, or on one for each process, and whether it fits."""
     usable_gib = config.vram_limit_gib or card.vram_gib
     p = plan(config, shape, usable_gib, card.vram_gib)
     why = refusal(config, shape, usable_gib, card.vram_gib, card.compute_capability)
@@ -561,6 +561,13 @@ def answer(config, shape: Shape, card: Card) -> tuple[str, bool]:
         f"a step of answers of full length takes at least {decoding + (training or 0):.1f} s: {decoding:.1f} s of decoding, "
         f"{of_training}",
     ]
+    if processes > 1:
+        n, exchanged = processes, 4 * shape.lora_parameters(config.lora_r, config.target_modules)
+        lines.append(
+            f"{n} processes, a card for each: this on each, {n * p.total_gib:.1f} GiB in all, NCCL's buffers not counted; "
+            f"{n * config.effective_batch} completions a step, for which each card sends and takes "
+            f"{2 * (n - 1) / n * exchanged / 1e9:.2f} GB of gradients"
+        )
     return "\n".join(lines), True
 
 
@@ -579,6 +586,8 @@ def main(arguments: list[str]) -> int:
         """GiB of the card that CUDA reports, instead of --card's."""
         bandwidth_gbps: float | None = None
         """GB/s of the card's memory, instead of --card's."""
+        processes: int = 1
+        """Cards of this kind, with a process on each."""
 
     presets = {name: Question(**vars(preset)) for name, preset in PRESETS.items()}
     question = command_line.parse(Question, presets, arguments, gpu=True, program="budget.py")
@@ -586,6 +595,8 @@ def main(arguments: list[str]) -> int:
         value = getattr(question, name)
         if value is not None and not 0 < value < 1e5:
             raise Refused(f"{flag(name)} {value:g}: must be above 0, and below 100000")
+    if not 1 <= question.processes <= 1024:
+        raise Refused(f"--processes {question.processes}: must be at least 1, and at most 1024")
     name = (question.card or "rtx-5080").lower()
     if name not in CARDS:
         raise Refused(f"--card {question.card}: built in are {', '.join(CARDS)}; others by --vram-gib and --bandwidth-gbps")
@@ -599,7 +610,7 @@ def main(arguments: list[str]) -> int:
     check_limit(question, card.vram_gib)
     shape = shape_of(question.model)
     check_precision(question, shape, card.name, card.compute_capability)
-    text, fits = answer(question, shape, card)
+    text, fits = answer(question, shape, card, question.processes)
     print(text, flush=True)
     return 0 if fits else 1
 

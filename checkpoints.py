@@ -14,7 +14,7 @@ from checks import PROJECTIONS, Refused, digest, flag, one_line
 FACTS = "lab.json"
 BEST = "best.json"  # in best-adapter/
 WEIGHTS = "adapter_model.safetensors"
-PARTS = (WEIGHTS, "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json", FACTS)
+PARTS = (FACTS, "trainer_state.json", WEIGHTS, "optimizer.pt", "scheduler.pt")  # and the random state of each process
 # another base model, LoRA or optimizer cannot take over what the checkpoint holds
 FIXED = ("preset", "model", "load_in", "lora_r", "lora_alpha", "target_modules", "optim")
 # where one of these changes, the held-out points so far are of other problems
@@ -77,15 +77,17 @@ def what_is_wrong(folder: Path) -> str | None:
     """Why a folder is no whole checkpoint, or None; reads its table of contents, not its tensors."""
     from safetensors import safe_open
 
-    if missing := [part for part in PARTS if not (folder / part).is_file()]:
-        return f"it lacks {', '.join(missing)}"
     try:
+        facts = json.loads((folder / FACTS).read_text()) if (folder / FACTS).is_file() else {}
+        processes = facts.get("processes", 1)
+        states = ["rng_state.pth"] if processes == 1 else [f"rng_state_{i}.pth" for i in range(processes)]
+        if missing := [part for part in (*PARTS, *states) if not (folder / part).is_file()]:
+            return f"it lacks {', '.join(missing)}"
+        json.loads((folder / "trainer_state.json").read_text())
         safe_open(folder / WEIGHTS, framework="numpy")
-        for part in PARTS[1:4]:
+        for part in ("optimizer.pt", "scheduler.pt", *states):
             if not zipfile.is_zipfile(folder / part):
                 return f"{part} is cut off"
-        for part in PARTS[4:]:
-            json.loads((folder / part).read_text())
     except Exception as error:
         return one_line(error)
     return None
@@ -104,7 +106,7 @@ def read_facts(folder: Path) -> dict:
     return facts
 
 
-def facts_of_run(config, run_id: str, run_dir: Path, origin: dict | None) -> dict:
+def facts_of_run(config, processes: int, run_id: str, run_dir: Path, origin: dict | None) -> dict:
     """What each checkpoint of a run holds beside the trainer's files; the held-out points go on from those of `origin`."""
     earlier = origin or {"held_out": [], "best": None}
     if origin and {change.partition(": ")[0] for change in origin["changes"]} & set(PROBLEMS):
@@ -113,6 +115,7 @@ def facts_of_run(config, run_id: str, run_dir: Path, origin: dict | None) -> dic
         earlier = {**origin, "best": json.loads(newer.read_text())}  # it may have been written after the checkpoint
     return {
         "config": dataclasses.asdict(config),
+        "processes": processes,
         "task_file": digest(Path(config.task)),
         "run_id": run_id,
         "run_dir": str(run_dir.resolve()),
@@ -128,7 +131,7 @@ def config_of(folder: Path, default):
     return dataclasses.replace(default, **{k: v for k, v in read_facts(folder)["config"].items() if k in fields})
 
 
-def origin_of(config) -> dict:
+def origin_of(config, processes: int = 1) -> dict:
     """The facts of the checkpoint that `config` resumes from, with `changes`; refuses a change that it cannot bear."""
     origin = read_facts(Path(config.resume_from_checkpoint))
     folder, step, each = Path(config.resume_from_checkpoint), origin["step"], config.steps_per_rollout
@@ -149,7 +152,10 @@ def origin_of(config) -> dict:
         )
     if step < config.max_steps and within:
         raise Refused(f"{name}: {within}")
-    return {**origin, "changes": changes(origin, dataclasses.asdict(config), digest(Path(config.task)))}
+    found = changes(origin, dataclasses.asdict(config), digest(Path(config.task)))
+    if (before := origin.get("processes", 1)) != processes:  # other problems in each step, and other random numbers
+        found.append(f"processes: {before} -> {processes}")
+    return {**origin, "changes": found}
 
 
 def rollout_of(config: dict) -> int:
@@ -210,20 +216,21 @@ def delete_unfinished(run_dir: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def how_to_go_on(config, run_dir: Path, project: Path, origin: dict | None) -> str:
+def how_to_go_on(config, processes: int, run_dir: Path, project: Path, origin: dict | None) -> str:
     """The command that resumes from the last checkpoint of a run, or from the one that it went on from itself."""
     folder, flags = last(run_dir), ""
     if folder is None and origin:
         folder, flags = config.resume_from_checkpoint, as_flags(dataclasses.asdict(config), origin["config"])
     if folder is None:
         return "no checkpoint is there: the same command starts anew"
-    command = "uv run python train.py"
+    python = "python" if processes == 1 else f"torchrun --standalone --nproc-per-node {processes}"
+    command = f"uv run {python} train.py"
     try:
         here = Path.cwd()
     except OSError:  # the working folder is gone
         here = None
     if here != project:
-        command = f"uv run --project {shlex.quote(str(project))} python {shlex.quote(str(project / 'train.py'))}"
+        command = f"uv run --project {shlex.quote(str(project))} {python} {shlex.quote(str(project / 'train.py'))}"
     return f"go on with: {command} --resume-from-checkpoint {shlex.quote(str(folder))}{flags}"
 
 

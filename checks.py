@@ -7,7 +7,6 @@ import importlib.util
 import inspect
 import math
 import numbers
-import os
 import shutil
 import sys
 import tempfile
@@ -65,6 +64,7 @@ def check_config(config) -> None:
     if config.eval_steps and not config.eval_problems:
         raise Refused(f"--eval-steps {config.eval_steps}: there is nothing to answer with --eval-problems 0; give it 64")
     check_batch(config)
+    check_problems(config, 1)
     if config.lora_r > 512:
         raise Refused(f"--lora-r {config.lora_r}: adapters of rank 512 are the largest that vLLM serves")
     if config.seed >= 2**32:
@@ -89,9 +89,13 @@ def check_config(config) -> None:
         raise Refused(f"--target-modules {wrong}: the layers that can have a LoRA are {' '.join(PROJECTIONS)}")
 
 
-def notes(config) -> list[str]:
-    """What runs, but may not be what is meant, each in a line."""
+def notes(config, processes: int = 1) -> list[str]:
+    """What runs, but may not be what is meant, each in a line; and what several processes do together."""
     found, steps, rollout = [], config.max_steps, config.steps_per_rollout
+    if processes > 1:
+        batch, problems = config.effective_batch * processes, config.prompts_per_rollout * processes
+        found.append(f"{processes} processes: {batch} completions a step, {problems} problems a rollout, shared out in whole "
+                     f"groups; --learning-rate {config.learning_rate:g} is not scaled with their number")  # fmt: skip
     if steps % rollout:
         more = -(-steps // rollout) * rollout
         found.append(f"--max-steps {steps} ends within a rollout, so the run cannot be lengthened later; {more} uses it up")
@@ -103,8 +107,6 @@ def notes(config) -> list[str]:
 
 def check_machine(config, gpu) -> None:
     """Refuse what the machine cannot do. `gpu` is `gpu.Gpu` or None."""
-    if (processes := os.environ.get("WORLD_SIZE") or "1") != "1":
-        raise Refused(f"WORLD_SIZE {processes}: a run is one process on one card so far; start it without a launcher")
     if gpu is None:
         if config.fast_inference:
             small = config.preset == "smollm2"
@@ -125,8 +127,19 @@ def check_machine(config, gpu) -> None:
         check_gpu(config, gpu)
 
 
+def check_problems(config, processes: int) -> None:
+    """Refuse fewer problems than one rollout of all processes takes."""
+    of, problems = config.steps_per_generation, config.prompts_per_rollout * processes
+    if config.train_problems < problems:
+        of = f" (--steps-per-generation {of})" if of else ""
+        of += f" of {processes} processes" if processes > 1 else ""
+        raise Refused(
+            f"--train-problems {config.train_problems}: one rollout{of} takes {problems} problems: at least that many"
+        )
+
+
 def check_batch(config) -> None:
-    """Whole groups in every generation batch (TRL's rule), and enough problems to fill one."""
+    """Whole groups in every generation batch (TRL's rule), so that each process has whole ones too."""
     group, batch, steps = config.num_generations, config.per_device_train_batch_size, config.gradient_accumulation_steps
     if group < 2:
         raise Refused(f"--num-generations {group}: an advantage compares the answers of one group, so 2 is the least")
@@ -145,11 +158,6 @@ def check_batch(config) -> None:
         raise Refused(
             f"--steps-per-generation {passes}: a rollout feeds whole optimizer steps of {steps} passes "
             f"(--gradient-accumulation-steps): {near}, or None for one step"
-        )
-    if config.train_problems < config.prompts_per_rollout:
-        of, problems = f" (--steps-per-generation {passes})" if passes else "", config.prompts_per_rollout
-        raise Refused(
-            f"--train-problems {config.train_problems}: one rollout{of} takes {problems} problems: at least that many"
         )
 
 

@@ -27,6 +27,7 @@ from pathlib import Path
 
 import checks
 import command_line
+import parallel
 import pictures
 import record
 import train
@@ -87,6 +88,7 @@ def main(arguments: list[str]) -> None:
     if options.steps is not None and not 1 <= options.steps <= 10**6:
         raise checks.Refused(f"--steps {options.steps}: must be at least 1, and at most 1000000")
     if options.command == "run":
+        parallel.refuse_a_launcher("compare.py")
         options.line = f"uv run python compare.py {shlex.join(arguments)}"
         with Stop() as stop:
             run_all(options, find_gpu()[0], stop)

@@ -10,13 +10,14 @@ class Console:
     """While it is open, our few lines go to the screen and all that the libraries print goes to the log.
 
     File descriptors 1 and 2 are moved, since vLLM and CUDA print past Python's sys.stdout. `doing` says what the script is
-    at, for a message when it fails there.
+    at, for a message when it fails there. One that is not `heard` says its lines to the log alone.
     """
 
-    def __init__(self, log: Path):
-        self.doing = "starting"
+    def __init__(self, log: Path, heard: bool = True):
+        self.log, self.doing = log, "starting"
         self.kept = os.dup(1), os.dup(2)
-        self.screen = os.fdopen(os.dup(1), "w", buffering=1, errors="backslashreplace")
+        screen = os.dup(1) if heard else os.open(os.devnull, os.O_WRONLY)
+        self.screen = os.fdopen(screen, "w", buffering=1, errors="backslashreplace")
         # what libraries print may be in any script, and a locale that knows none must not end a run
         sys.stdout.reconfigure(line_buffering=True, encoding="utf-8", errors="backslashreplace")
         sys.stderr.reconfigure(encoding="utf-8", errors="backslashreplace")

@@ -80,8 +80,8 @@ def drop_long_prompts(dataset, tokenizer, config, what: str, least: int, console
     return dataset.select(kept)
 
 
-def in_order(dataset, config):
-    """The rows as training meets them: epoch after epoch, each shuffled by the seed, max_steps long.
+def in_order(dataset, config, processes: int = 1):
+    """The rows as training meets them: epoch after epoch, each shuffled by the seed, enough for max_steps of all processes.
 
     TRL's own shuffling starts at the first epoch in every process, so that a run resumed in a later one would meet other
     problems than the unbroken run. As in TRL, problems at the end of an epoch that fill no rollout are left out.
@@ -89,8 +89,9 @@ def in_order(dataset, config):
     import torch
 
     generator = torch.Generator().manual_seed(config.seed)
-    whole = len(dataset) // config.prompts_per_rollout * config.prompts_per_rollout
-    needed = math.ceil(config.max_steps / config.steps_per_rollout) * config.prompts_per_rollout
+    rollout = config.prompts_per_rollout * processes
+    whole = len(dataset) // rollout * rollout
+    needed = math.ceil(config.max_steps / config.steps_per_rollout) * rollout
     order = []
     while len(order) < needed:
         order += torch.randperm(len(dataset), generator=generator)[:whole].tolist()

@@ -45,8 +45,8 @@ class Gpu:
         return pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used / GIB
 
 
-def find_gpu() -> tuple[Gpu | None, str]:
-    """The first GPU that CUDA will see, and in words why that one, or why there is none.
+def find_gpu(index: int = 0) -> tuple[Gpu | None, str]:
+    """The first GPU that CUDA will see, or the one after so many others, and in words why that one, or why there is none.
 
     CUDA_VISIBLE_DEVICES is honoured (indices in PCI order, or UUIDs), and so is Unsloth's UNSLOTH_FORCE_CPU=1.
     """
@@ -56,14 +56,15 @@ def find_gpu() -> tuple[Gpu | None, str]:
         pynvml.nvmlInit()
         count = pynvml.nvmlDeviceGetCount()
         wanted = os.environ.get("CUDA_VISIBLE_DEVICES")
-        first = "0" if wanted is None else wanted.split(",")[0].strip()
+        visible = [str(i) for i in range(count)] if wanted is None else [name.strip() for name in wanted.split(",")]
+        one = visible[index] if index < len(visible) else ""
         for i in range(count):
             handle = pynvml.nvmlDeviceGetHandleByIndex(i)
             uuid = pynvml.nvmlDeviceGetUUID(handle)
-            if first == str(i) or (first.startswith("GPU-") and uuid.startswith(first)):
+            if one == str(i) or (one.startswith("GPU-") and uuid.startswith(one)):
                 gpu = Gpu(
                     uuid=uuid,
-                    cuda_name=first,
+                    cuda_name=one,
                     name=pynvml.nvmlDeviceGetName(handle),
                     driver=pynvml.nvmlSystemGetDriverVersion(),
                     total_gib=pynvml.nvmlDeviceGetMemoryInfo(handle).total / GIB,

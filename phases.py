@@ -53,6 +53,7 @@ class Phases:
         self.made = time.perf_counter()
         self.open = []  # the parts under way, the innermost last
         self.seconds = {}
+        self.tokens = 0  # generated in the last rollout by this process
         self.peaks = {}
         self.allocated = self.reserved = 0  # bytes: torch's peaks over the whole run, which measuring the parts resets
         self.standing = 0  # bytes of tensors now
@@ -123,6 +124,17 @@ class Phases:
 
         return wrapper
 
+    def counted(self, generate):
+        """TRL's `_generate`, whose second result are the token ids of the completions."""
+
+        @functools.wraps(generate)
+        def wrapper(*arguments, **named):
+            results = generate(*arguments, **named)
+            self.tokens = sum(map(len, results[1]))
+            return results
+
+        return wrapper
+
     @harmless
     def attach(self, trainer) -> None:
         """Measure a trainer's methods; with Unsloth on a GPU also the logits, which it makes in an operator of its own.
@@ -131,6 +143,7 @@ class Phases:
         """
         for name, part in METHODS.items():
             setattr(trainer, name, self.timed(part, getattr(trainer, name)))
+        trainer._generate = self.counted(trainer._generate)
         if self.on_gpu and "unsloth" in sys.modules:
             from unsloth_zoo.fused_losses import fused_linear
 

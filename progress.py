@@ -27,10 +27,14 @@ class Progress(TrainerCallback):
     """The trainer's callback; `stop` is a stopping.Stop, `evaluation` a held_out.HeldOut or None.
 
     `facts` go into each checkpoint: what is known of the run, and its held-out points so far. `phases` is a phases.Phases,
-    `meter` a vram.Meter, `pace` a function from sequences and their tokens to the card's tokens a second, or None.
+    `meter` a vram.Meter, `pace` a function from sequences and their tokens to the card's tokens a second, or None. Of a
+    parallel.Team each process has one, with all that they decide together; only the first one looks at samples and symptoms.
     """
 
-    def __init__(self, config, task, console, peak, run_dir, record, stop, facts, evaluation, can_think, phases, meter, pace):
+    def __init__(
+        self, config, task, team, console, peak, run_dir, record, stop, facts, evaluation, can_think, phases, meter, pace
+    ):
+        self.team = team
         self.config, self.console, self.peak, self.run_dir, self.record = config, console, peak, run_dir, record
         self.stop, self.facts, self.evaluation, self.can_think = stop, facts, evaluation, can_think
         self.phases, self.meter, self.pace = phases, meter, pace
@@ -40,6 +44,7 @@ class Progress(TrainerCallback):
         self.examples = task.EXAMPLES
         self.best_reward = max(sum(example["rewards"]) for example in task.EXAMPLES)
         self.seconds = []
+        self.highest_gib = 0.0  # of all processes
         self.warned = set()
 
     def on_train_begin(self, args, state, control, optimizer=None, lr_scheduler=None, **kwargs):
@@ -72,6 +77,7 @@ class Progress(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         step, config = state.global_step, self.config
+        self.stop.asked = int(max(row[0] for row in self.team.gather([self.stop.asked or 0]))) or None  # of any: all stop
         self.seconds.append(time.perf_counter() - self.start)
         self.parts = self.phases.end_step()
         if len(self.seconds) == 1:
@@ -79,7 +85,9 @@ class Progress(TrainerCallback):
             start = {"imports": self.phases.imports, "to_first_step": time.perf_counter() - self.phases.made - evaluated}
             self.record.metrics({f"start_seconds/{part}": seconds for part, seconds in start.items()})
         if self.stop.asked is None and config.eval_steps and step % config.eval_steps == 0 and step < config.max_steps:
-            self.evaluation.during(step)
+            if self.team.first:
+                self.evaluation.during(step)
+            self.team.wait()
             self.console.doing = f"training, step {step}"
         # a checkpoint lies between two rollouts, since the completions in use are not part of it
         rollout = config.steps_per_rollout
@@ -90,13 +98,16 @@ class Progress(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in logs:
-            logs = {**logs, **self.speed(logs)}
+            logs = {**logs, **self.of_all(logs), **self.speed(logs)}
             state.log_history[-1].update(logs)
         self.record.metrics(logs, state.global_step)
         if "loss" in logs:  # the summary after the last step has none
             self.console.say(self.line(state.global_step, logs))
 
-    def on_save(self, args, state, control, **kwargs):
+    def on_save(self, args, state, control, model=None, **kwargs):
+        self.team.check_the_same(model)  # and all have written their random states
+        if not self.team.first:
+            return
         written = self.run_dir / f"checkpoint-{state.global_step}"
         self.facts["step"] = state.global_step
         checkpoints.publish(written, self.facts, self.config.save_total_limit)
@@ -109,19 +120,33 @@ class Progress(TrainerCallback):
             for line in vram.in_words(self.memory):
                 self.console.say(line)
 
+    def of_all(self, logs: dict) -> dict[str, float]:
+        """With several processes, what each has alone: tokens a second, its peak memory, and the KL, whose mean counts."""
+        if self.team.size == 1:
+            return {}
+        speed = self.phases.tokens / self.parts["generation"] if self.parts["generation"] else 0.0
+        rows = self.team.gather([logs.get("kl", 0.0), speed, memory_gib(self.peak)])
+        found = {"kl": statistics.mean(row[0] for row in rows)} if "kl" in logs else {}
+        self.highest_gib = max(row[2] for row in rows)
+        for rank, (_, speed, peak_gib) in enumerate(rows):
+            found[f"process/{rank}/{'vram' if self.peak else 'rss'}_peak_gib"] = peak_gib
+            if speed:
+                found[f"process/{rank}/tokens_per_second"] = speed
+        return found
+
     def speed(self, logs: dict) -> dict[str, float]:
         """Seconds of the step by part, tokens a second, and what share that is of what the card's bandwidth allows."""
         found = {f"seconds/{part}": seconds for part, seconds in self.parts.items()}
         generating, training = self.parts["generation"], self.parts["forward_backward"]
-        batch = self.config.rollout_batch
+        batch = self.config.rollout_batch * self.team.size
         if "completions/mean_length" in logs:  # the later steps of a rollout generate none
             tokens, self.tokens_seen = logs["num_tokens"] - self.tokens_seen, logs["num_tokens"]
             self.generated = logs["completions/mean_length"] * batch
-            self.tokens_in_step = tokens * self.config.effective_batch / batch
+            self.tokens_in_step = tokens * self.config.effective_batch / self.config.rollout_batch
             if generating:
                 found["tokens_per_second/generated"] = self.generated / generating
             if self.pace and self.generated and generating:
-                allowed = self.pace(batch, (tokens - self.generated / 2) / batch)
+                allowed = self.team.size * self.pace(self.config.rollout_batch, (tokens - self.generated / 2) / batch)
                 found["roofline_share"] = found["tokens_per_second/generated"] / allowed
         if training:
             found["tokens_per_second/trained"] = self.tokens_in_step / training
@@ -152,12 +177,12 @@ class Progress(TrainerCallback):
             parts.append(f"clipped {logs['clip_ratio/region_mean']:.4f}")
         left = self.eta(last - step)
         speed = logs["tokens_per_second/overall"]
-        parts += [f"{speed:.0f} tok/s", f"{seconds:.1f} s", f"{memory_gib(self.peak):.1f} GiB"]
+        parts += [f"{speed:.0f} tok/s", f"{seconds:.1f} s", f"{max(self.highest_gib, memory_gib(self.peak)):.1f} GiB"]
         return "  ".join([*parts, f"eta {left // 60}:{left % 60:02d}"])
 
     def look_back(self, state) -> None:
         """Samples and symptoms of the step just done, whose completions TRL has written to a file by now."""
-        if not self.seconds:
+        if not (self.seconds and self.team.first):
             return
         step, config = state.global_step, self.config
         if "completions/mean_length" in next(log for log in reversed(state.log_history) if "loss" in log):

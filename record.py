@@ -114,7 +114,7 @@ def hide_credentials(uri: str) -> tuple[str, str]:
 class Record:
     """One MLflow run, opened here and closed by `end`. Its items go through the journal: none holds up a step."""
 
-    def __init__(self, config, gpu, project: Path, store: str, run_dir: Path, origin: dict | None):
+    def __init__(self, config, processes: int, gpu, project: Path, store: str, run_dir: Path, origin: dict | None):
         """Open the run, and write down what is known before the model loads.
 
         `origin` is what the checkpoint says of the run that is gone on with. Refuses a store that takes no artifact, which
@@ -132,8 +132,9 @@ class Record:
             "model_requested": config.model,
             "group": config.num_generations,
             "max_seq_length": config.max_seq_length,
-            "effective_batch": config.effective_batch,
-            "prompts_per_rollout": config.prompts_per_rollout,
+            "processes": processes,
+            "effective_batch": config.effective_batch * processes,
+            "prompts_per_rollout": config.prompts_per_rollout * processes,
             "steps_per_rollout": config.steps_per_rollout,
             "uv_lock": digest(project / "uv.lock") or "nolock",
             "task_file": digest(Path(config.task)),

@@ -5,10 +5,12 @@ import faulthandler
 import math
 import os
 import signal
+import socket
 import threading
 import time
 
 NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "a closed terminal"}
+PATIENCE = 20  # seconds after a signal from a launcher, which kills after 30 (torch 2.11.0, multiprocessing/api.py)
 
 
 class Stopped(BaseException):
@@ -26,15 +28,21 @@ class Stop:
     is one, and the next ends the process on the spot. What follows a signal within a second is the same one: a closing
     terminal and `timeout` reach the script and uv, which passes it on. A signal that was ignored when the script was started
     (nohup, a job in the background) stays so.
+
+    A `launched` process is sent SIGTERM also when another has ended, and killed half a minute later. A signal then hurries
+    nothing by itself, but PATIENCE later `give_up` is called, or `hurry`, from a thread of its own: the main thread may wait
+    for the one that is gone, in a library that lets it hear nothing.
     """
 
-    def __init__(self):
+    def __init__(self, launched: bool = False):
         self.asked: int | None = None
         self.began = False  # training
         self.finishes_step = False
         self.waits_for = "this step"
         self.leaving = False
         self.hurry = None
+        self.launched, self.give_up = launched, lambda: os._exit(1)
+        self.over = threading.Event()
         self.screen = 2  # file descriptor
         self.heard = -math.inf
         self.before = {}
@@ -44,16 +52,32 @@ class Stop:
             for signum in NAMES:
                 if signal.getsignal(signum) != signal.SIG_IGN:
                     self.before[signum] = signal.signal(signum, self.hear)
+            if self.launched:
+                self.ear, self.tongue = socket.socketpair()
+                self.tongue.setblocking(False)
+                signal.set_wakeup_fd(self.tongue.fileno(), warn_on_full_buffer=False)
+                threading.Thread(target=self.listen, daemon=True).start()
         return self
 
     def __exit__(self, *error):
+        self.over.set()
+        if self.launched:
+            signal.set_wakeup_fd(-1)
         for signum, handler in self.before.items():
             signal.signal(signum, handler)
+
+    def listen(self):
+        while self.ear.recv(1)[0] not in NAMES:
+            pass
+        if not self.over.wait(PATIENCE):
+            (self.hurry if self.leaving and self.hurry else self.give_up)()
 
     def hear(self, signum, frame):
         if time.monotonic() - self.heard < 1:
             return
-        self.heard = time.monotonic()
+        again, self.heard = math.isfinite(self.heard), time.monotonic()
+        if self.leaving and self.launched and not again:
+            return
         if self.leaving:
             if self.hurry is None:
                 os._exit(128 + signum)

@@ -5,6 +5,7 @@
     uv run python train.py --preset smollm2      the small model, also on a GPU
     uv run python train.py --task my_task.py     your own data set and rewards (the file is run as code)
     uv run python train.py --resume-from-checkpoint last    go on with what was stopped
+    uv run torchrun --standalone --nproc-per-node 2 train.py    on two cards
     uv run python train.py --help                every knob, with its unit and its reason
 
 `--preset chapter` is the chapter's schedule on its model. Where the lab departs from it, and why, stands in README.md.
@@ -16,7 +17,6 @@ import gc
 import os
 import shutil
 import sys
-import time
 from pathlib import Path
 from typing import Literal
 
@@ -28,6 +28,7 @@ import command_line
 import engine
 import models
 import out_of_memory
+import parallel
 import record
 import roofline
 from console import Console, open_closed_streams
@@ -270,19 +271,22 @@ def main(arguments: list[str] | None = None) -> None:
     """One run, from the command line's arguments. Raises Refused, or SystemExit with the code that README.md explains."""
     # config: everything that can be wrong is looked at before anything slow
     os.environ.update({**ENVIRONMENT, **os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})  # NVML counts cards in that order
-    gpu, seen = find_gpu()
+    team = parallel.find()
+    gpu, seen = find_gpu(team.rank)
+    parallel.check_cards(team)
     config = command_line.parse(Config, PRESETS, sys.argv[1:] if arguments is None else arguments, gpu)
     other = "smollm2 needs none" if config.preset != "smollm2" else "qwen3-4b needs one with 16 GB and driver 580 or newer"
-    print(f"preset {config.preset}: {seen}; {other}", flush=True)
+    team.say(f"preset {config.preset}: {seen}; {other}")
     checks.check_config(config)
-    for note in checks.notes(config):
-        print(note)
+    checks.check_problems(config, team.size)
+    for note in checks.notes(config, team.size):
+        team.say(note)
     checks.check_machine(config, gpu)
     checks.check_output_dir(Path(config.output_dir))
     models.check_model(config.model, config.load_in)
     if plan := engine.look_at(config, gpu):
-        print("\n".join(budget.table(plan)), flush=True)
-    origin = checkpoints.origin_of(config) if config.resume_from_checkpoint else None
+        team.say("\n".join(budget.table(plan)))
+    origin = checkpoints.origin_of(config, team.size) if config.resume_from_checkpoint else None
 
     # data: prompts for training, problems that training never sees, and rewards that pass their own examples
     task = checks.load_task(config.task)
@@ -292,16 +296,20 @@ def main(arguments: list[str] | None = None) -> None:
     checks.check_rewards(task, config.task, train_set)
 
     # record: one MLflow run holds all that follows, also how it went wrong
-    store = record.connect(PROJECT, config.experiment)
-    run_dir = Path(config.output_dir) / f"{config.run_name}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    run_dir.mkdir(parents=True)
+    store = record.connect(PROJECT, config.experiment) if team.first else ""
+    run_dir = Path(config.output_dir) / f"{config.run_name}-{team.stamp()}"
+    team.make(run_dir)
     run, missing, status, code = None, None, "FAILED", 1
     peak = PeakMemory(gpu) if gpu else None
-    with Stop() as stop, Console(run_dir / "train.log") as console:
-        stop.screen = console.kept[0]
+    with Stop(launched=team.size > 1) as stop, Console(run_dir / team.log, heard=team.first) as console:
+        stop.screen = console.kept[0] if team.first else console.screen.fileno()
         try:
-            run = record.Record(config, gpu, PROJECT, store, run_dir, origin)
-            train(config, gpu, task, train_set, held_out, run_dir, console, run, peak, stop, origin)
+            if team.first:
+                run = record.Record(config, team.size, gpu, PROJECT, store, run_dir, origin)
+            else:
+                run = parallel.Unrecorded(team, run_dir, console)
+            stop.give_up = lambda: parallel.give_up(team, run, run_dir, console)
+            train(config, team, gpu, task, train_set, held_out, run_dir, console, run, peak, stop, origin)
             status, code = "FINISHED", 0
         except BaseException as error:
             stop.leaving = True
@@ -309,12 +317,13 @@ def main(arguments: list[str] | None = None) -> None:
                 shutil.rmtree(run_dir)
                 raise
             console.log_failure(error)
-            if isinstance(error, Stopped):
-                status, code = "KILLED", 128 + error.signum
+            why = team.what_others_said(run_dir, error)
+            if isinstance(error, Stopped) and not why:
+                status, code = "KILLED", 128 + error.signum if team.first else 0
                 console.say(f"stopped by {error}")
             else:
                 memory = out_of_memory.measure(gpu, peak, run.kv_cache_gib, config.vllm_enable_sleep_mode)
-                explanation = out_of_memory.what_failed(error, config, console.doing, memory)
+                explanation = why or out_of_memory.what_failed(error, config, console.doing, memory)
                 run.failure(error, explanation)
                 if isinstance(error, checks.Refused) and not stop.began:
                     raise
@@ -325,18 +334,21 @@ def main(arguments: list[str] | None = None) -> None:
                 missing = run.end(status, console.say, stop)
             if peak:
                 peak.stop()
-            engine.leave_process_group()
+            if status != "FAILED" or team.size == 1:
+                engine.leave_process_group()
         if status != "FINISHED":
-            console.say(checkpoints.how_to_go_on(config, run_dir, PROJECT, origin))
+            console.say(checkpoints.how_to_go_on(config, team.size, run_dir, PROJECT, origin))
         console.say(f"curves: {record.how_to_open(store, PROJECT)}, experiment {config.experiment}, run {run.run_id}")
         if missing:
             console.say(missing)
             code = code or 3
+    if status == "FAILED" and team.size > 1:
+        os._exit(code)  # others may be gone, whom leaving the group would wait for
     if code:
         sys.exit(code)
 
 
-def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console, run, peak, stop: Stop, origin) -> None:
+def train(config: Config, team, gpu, task, train_set, held_out, run_dir: Path, console, run, peak, stop: Stop, origin) -> None:
     """Load, evaluate, train, save, evaluate what was saved."""
     # Unsloth comes first, since it patches what the others import; on a CPU plain TRL needs one of its patches too
     console.say(f"loading {config.model}, a minute or two; the libraries talk to {run_dir / 'train.log'}")
@@ -346,8 +358,8 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
             console.say(f"all {config.max_steps} steps are done: only saving and the evaluation are left")
     console.doing = "loading the libraries"
     if gpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu.cuda_name  # one process, one card
         os.environ.update(engine.environment(config))
+    os.environ.update(team.environment(gpu))  # one process, one card
     if not (gpu and config.plain):
         import unsloth  # noqa: F401, isort: skip
 
@@ -360,6 +372,7 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     from progress import Progress
     from vram import Meter
 
+    team.join(on_gpu=gpu is not None)
     if not gc.isenabled():
         gc.freeze()  # what is imported stays; vLLM looks at it once more, and freezes it again
         gc.enable()
@@ -373,7 +386,7 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     name = models.resolve_model(config.model, config.load_in, gpu is not None, config.plain)
     tokenizer = models.read_tokenizer(name)
     drawn = len(train_set)
-    train_set = drop_long_prompts(train_set, tokenizer, config, "training", config.prompts_per_rollout, console)
+    train_set = drop_long_prompts(train_set, tokenizer, config, "training", config.prompts_per_rollout * team.size, console)
     if held_out:
         held_out = drop_long_prompts(held_out, tokenizer, config, "held-out", 1, console)
     run.training_data(train_set, drawn - len(train_set), config.task)
@@ -395,19 +408,21 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     meter.loaded(model)
 
     # trainer: TRL's own, which Unsloth has patched to sample from the engine above
-    facts = checkpoints.facts_of_run(config, run.run_id, run_dir, origin)
-    evaluation = HeldOut(config, task, model, tokenizer, held_out, run_dir, run, console, facts) if held_out else None
-    progress = Progress(config, task, console, peak, run_dir, run, stop, facts, evaluation,
+    facts = checkpoints.facts_of_run(config, team.size, run.run_id, run_dir, origin)
+    evaluation = None
+    if held_out and team.first:
+        evaluation = HeldOut(config, task, model, tokenizer, held_out, run_dir, run, console, facts)
+    progress = Progress(config, task, team, console, peak, run_dir, run, stop, facts, evaluation,
                         can_think(config, tokenizer), phases, meter, roofline.pace(config, shape, gpu))  # fmt: skip
     trainer = trainer_class(config, gpu)(
         model=model,
         processing_class=tokenizer,
         reward_funcs=[checks.strict(reward) for reward in task.REWARDS],
         args=GRPOConfig(**grpo_arguments(config, run_dir, on_gpu=gpu is not None)),
-        train_dataset=in_order(train_set, config),
+        train_dataset=in_order(train_set, config, team.size),
         callbacks=[progress],
     )
-    make_ready(config, trainer, gpu)
+    make_ready(config, trainer, gpu, team)
     phases.attach(trainer)
     if evaluation:
         evaluation.point = phases.timed("evaluation", evaluation.point)
@@ -420,7 +435,8 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
     adapter_dir = run_dir / "final-adapter"
     if evaluation:
         evaluation.before()
-    set_seed(config.seed)
+    team.wait()
+    set_seed(config.seed + team.rank)  # each its own answers
     with stop.training(config.steps_per_rollout):
         try:
             if origin and origin["step"] >= config.max_steps:
@@ -431,15 +447,18 @@ def train(config: Config, gpu, task, train_set, held_out, run_dir: Path, console
             raise
         except BaseException:
             checkpoints.delete_unfinished(run_dir)
-            if step := trainer.state.global_step:
+            if (step := trainer.state.global_step) and team.first:
                 adapter.rescue(model, adapter_dir, step, console, run)
             raise
         console.doing = "saving the adapter"
-        adapter.keep(model, adapter_dir, name, trainer.state.log_history, config, console, run)
+        if team.first:
+            adapter.keep(model, adapter_dir, name, trainer.state.log_history, config, console, run)
     stop.raise_if_asked()
     if evaluation:
         evaluation.after(trainer.state.global_step, adapter_dir)
-    console.say(run.memory(peak, phases, config.vllm_enable_sleep_mode))
+    if summary := run.memory(peak, phases, config.vllm_enable_sleep_mode):
+        console.say(summary)
+    team.wait()
 
 
 def load_model(config: Config, gpu, name: str, shape, plan):
@@ -495,6 +514,7 @@ if __name__ == "__main__":
     try:
         main()
     except checks.Refused as refusal:
+        parallel.let_the_first_speak()
         print(f"train.py: {refusal}", file=sys.stderr)
         sys.exit(2)
     except (KeyboardInterrupt, Stopped) as stopped:

@@ -18,8 +18,9 @@ def trainer_class(config, gpu):
     return CPUTrainer
 
 
-def make_ready(config, trainer, gpu) -> None:
-    """What a new trainer still lacks: with Unsloth on a GPU, passes that a rollout fits into; with a beta, one adapter alone.
+def make_ready(config, trainer, gpu, team) -> None:
+    """What a new trainer still lacks: with Unsloth on a GPU, passes that a rollout fits into; with a beta, one adapter alone;
+    with a parallel.Team of several processes, their gradients.
 
     TRL adds a copy of the untrained adapter as the reference. The base model is the same, without a second LoRA, and a
     checkpoint that held both would resume with the wrong one. Without Unsloth, TRL casts the adapter of a 4-bit model to 16
@@ -35,6 +36,7 @@ def make_ready(config, trainer, gpu) -> None:
                 parameter.data = parameter.data.float()
     if "ref" in trainer.model.peft_config:
         trainer.model.delete_adapter("ref")
+    team.share_gradients(trainer)
 
 
 def grpo_arguments(config, run_dir: Path, on_gpu: bool) -> dict:
@@ -71,11 +73,12 @@ def grpo_arguments(config, run_dir: Path, on_gpu: bool) -> dict:
         adam_beta1=0.9,
         adam_beta2=0.999,
         adam_epsilon=1e-8,
+        use_cpu=not on_gpu,
         bf16=on_gpu,
         fp16=False,
         data_seed=config.seed,
         shuffle_dataset=False,
-        torch_empty_cache_steps=1 if leaves_graphs else None,
+        torch_empty_cache_steps=config.steps_per_rollout if leaves_graphs else None,
         logging_steps=1,
         log_completions=True,
         num_completions_to_print=1,

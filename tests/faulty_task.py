@@ -1,6 +1,6 @@
 """A task for noise: it pays for letters, which differ within a group also where nothing was learned, or for nothing at all.
 
-In the step named by AT, it does what DO says, each a thing that happens to real runs.
+In the step named by AT, it does what DO says, each a thing that happens to real runs; of several processes that of rank ONLY.
 """
 
 import glob
@@ -25,7 +25,8 @@ def letters_reward(completions, trainer_state, **kwargs):
         if first == "fails":
             raise ValueError("nobody is there to judge")
         return [float(i < int(first)) for i in range(len(texts))]
-    if str(trainer_state.global_step + 1) in os.environ.get("AT", "").split():
+    here = os.environ.get("ONLY") in (None, os.environ.get("RANK"))  # of several processes, in which one
+    if here and str(trainer_state.global_step + 1) in os.environ.get("AT", "").split():
         what, _, where = os.environ["DO"].partition(" ")
         if what.startswith("SIG"):
             for i, names in enumerate(os.environ["DO"].split()):

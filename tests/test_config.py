@@ -516,9 +516,9 @@ def test_problems_come_epoch_after_epoch_in_whole_rollouts(changes, length):
     assert in_order(problems, dataclasses.replace(config, seed=1))["number"] != order
 
 
-def test_a_launcher_of_several_processes_is_refused(tmp_path):
+def test_half_a_launcher_is_refused(tmp_path):
     message = refused("--preset", "smollm2", cwd=tmp_path, WORLD_SIZE="2", RANK="0", LOCAL_RANK="0")
-    assert "WORLD_SIZE 2: a run is one process on one card so far" in message
+    assert "WORLD_SIZE 2 with RANK 0: these are a launcher's, and not all there" in message
 
 
 def test_preset_follows_the_card_and_the_word():
