@@ -202,3 +202,16 @@ def test_a_pass_holds_one_completion_however_large_the_rollout(tmp_path):
         arguments = grpo_arguments(config, tmp_path, on_gpu=True)
         assert arguments["steps_per_generation"] == (passes or steps)
         assert arguments["per_device_train_batch_size"] / arguments["unsloth_grpo_mini_batch"] == 1
+
+
+def test_what_unsloths_decode_graphs_leave_is_given_back_once_a_rollout(tmp_path):
+    """transformers empties torch's cache where the steps before divide by this: in the step that has generated."""
+    config = PRESETS["qwen3-4b"]
+    for backend, on_gpu, expected in (
+        ("unsloth", True, 8),
+        ("unsloth", False, None),
+        ("vllm", True, None),
+        ("trl", True, None),
+    ):
+        arguments = grpo_arguments(dataclasses.replace(config, backend=backend), tmp_path, on_gpu=on_gpu)
+        assert arguments["torch_empty_cache_steps"] == expected
