@@ -6,10 +6,13 @@ Each has the whole model, an engine and groups of its own; before each optimizer
 The first one has screen, record, evaluations and files. README.md, "Several GPUs".
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
 import os
+import re
+import threading
 import time
 import traceback
 from datetime import timedelta
@@ -18,55 +21,67 @@ from pathlib import Path
 import psutil
 
 import journal
+import record
 from checks import Refused, one_line
 from gpu import find_gpu
 from stopping import Stopped
 
 # what torchrun and accelerate launch set; with TORCHELASTIC_RUN_ID alone Unsloth takes a process for one of several
-LAUNCHERS = """
-    RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID TORCHELASTIC_USE_AGENT_STORE
-"""
-WAIT = timedelta(hours=2)  # for each other, as in an evaluation of the first one; a process that dies is noticed at once
+LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
+             "TORCHELASTIC_USE_AGENT_STORE")  # fmt: skip
+WAIT = timedelta(hours=2)  # for each other, as in an evaluation of the first one; gloo notices at once one that dies, NCCL not
+LOST = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited")  # gloo's words, and NCCL's
+
+
+class OtherFailed(Exception):
+    """Another process has failed, and this one ends for want of it; what that one wrote is a note."""
+
+
+class ComeApart(Exception):
+    """The processes train different adapters: a bug."""
+
+    in_all_processes = True
 
 
 @dataclasses.dataclass(frozen=True)
-class Team:
-    """`rank` of `size` processes, and their process ids in that order, once they have met."""
+class World:
+    """`rank` of `size` processes."""
 
     rank: int = 0
     size: int = 1
-    pids: list[int] = dataclasses.field(default_factory=list)
 
     @property
-    def first(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this one talks, records, evaluates and saves."""
         return self.rank == 0
 
     def say(self, text: str) -> None:
         """Print, where this is the first one."""
-        if self.first:
+        if self.is_main:
             print(text, flush=True)
 
     def stamp(self) -> str:
         """The time of the start and a process id, the same in all: with a launcher, those of the launcher."""
-        began, pid, again = time.time(), os.getpid(), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        began, pid = time.time(), os.getpid()
         if self.size > 1:
             pid = os.getppid()
             began = psutil.Process(pid).create_time()
-        name = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(began))}-{pid}"
-        return name if again == "0" else f"{name}-{again}"
+        return f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(began))}-{pid}"
 
     @property
     def log(self) -> str:
         """Name of the file for all that this process prints."""
-        return "train.log" if self.first else f"train.{self.rank}.log"
+        return "train.log" if self.is_main else f"train.{self.rank}.log"
 
     def make(self, run_dir: Path) -> None:
         """Make the folder of a run; all but the first one wait until that has, and has opened the record in it."""
-        if self.first:
+        if self.is_main:
             return run_dir.mkdir(parents=True)
-        while not (run_dir / journal.FILE).is_file():
+        for _ in range(1200):
+            if (run_dir / journal.FILE).is_file():
+                return
             time.sleep(0.1)
+        raise Refused(f"process 0 has not opened its record in {run_dir} within 120 s; all processes need one launcher")
 
     def environment(self, gpu) -> dict[str, str]:
         """What shows this process its own card alone, as device 0, as `torchrun --virtual-local-rank` would."""
@@ -75,7 +90,7 @@ class Team:
         # "cpu:0", which accelerate would take for it, is no name that torch.load can restore an optimizer to
         return {"ACCELERATE_TORCH_DEVICE": "cpu"} if self.size > 1 else {}
 
-    def join(self, on_gpu: bool) -> None:
+    def join(self, on_gpu: bool, say) -> None:
         """Meet the others, before the model loads: accelerate, Unsloth and vLLM go on with the group that they find.
 
         vLLM by itself would open a group of one process, and wait for it without end (unsloth#4559). What processes tell each
@@ -85,8 +100,15 @@ class Team:
             return
         import torch.distributed as dist
 
+        alone = (
+            f"still waiting for the other {self.size - 1} of {self.size} processes; without a launcher: unset WORLD_SIZE RANK"
+        )
+        timer = threading.Timer(30, say, [alone])
+        timer.daemon = True
+        timer.start()
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=WAIT)
-        self.pids[:] = [int(row[0]) for row in self.gather([os.getpid()])]
+        self.wait()
+        timer.cancel()
 
     def gather(self, values: list[float]) -> list[list[float]]:
         """The values of each process, in the order of ranks; all must call it."""
@@ -103,15 +125,21 @@ class Team:
         """For all to come here."""
         self.gather([0])
 
-    def gone(self) -> list[int]:
-        """The ranks whose processes have ended."""
-        return [rank for rank, pid in enumerate(self.pids) if not alive(pid)]
+    def gone(self, run_dir: Path) -> list[int]:
+        """The ranks whose processes have ended without a word."""
+        pids = {rank: run_dir / f".process.{rank}" for rank in range(1, self.size)}
+        return [rank for rank, file in pids.items() if file.is_file() and not alive(int(file.read_text()))]
+
+    def has_lost_another(self, error: BaseException) -> bool:
+        """Whether an error says that another process was not there any more."""
+        return self.size > 1 and isinstance(error, RuntimeError) and LOST.search(str(error)) is not None
 
     def share_gradients(self, trainer) -> None:
         """Have each optimizer step take the mean of all processes' gradients, without torch's DistributedDataParallel.
 
-        That takes part only in passes through itself. Unsloth's go around it, and a CPU's passes without a gradient would
-        leave the others waiting. `trainer` is trl's; accelerate 1.15.0 wraps no model that is prepared for evaluation.
+        That takes part only in passes through itself: Unsloth's go around it, and mend that by themselves, and a CPU's passes
+        without a gradient would leave the others waiting. This is one way for all. `trainer` is trl's; accelerate 1.15.0 wraps
+        no model that is prepared for evaluation.
         """
         if self.size == 1:
             return
@@ -139,49 +167,74 @@ class Team:
         trainer.training_step = shared
 
     def check_the_same(self, model) -> None:
-        """Raise RuntimeError where the processes' adapters are not the same one any more."""
-        sums = self.gather([sum(p.detach().double().sum().item() for p in model.parameters() if p.requires_grad)])
-        if any(row != sums[0] for row in sums):
-            raise RuntimeError(f"the processes' adapters have come apart (sums {[row[0] for row in sums]}): this is a bug")
+        """Wait for all processes, and raise ComeApart where their adapters differ in a bit."""
+        import torch
 
-    def what_others_said(self, run_dir: Path, error: BaseException | None) -> str | None:
-        """Why another process has failed, where that is why this one ends: it lost the other in the midst of their work, was
-        sent a signal for it by the launcher, or (without an error) does not get on."""
+        trained = [p.detach().float().contiguous().view(torch.int32) for p in model.parameters() if p.requires_grad]
+        sums = [row[0] for row in self.gather([sum(p.sum(dtype=torch.int64).item() for p in trained) % 2**48])]
+        if len(set(sums)) > 1:
+            raise ComeApart(f"the processes' adapters differ (sums of their bits {sums}): please report it with train.log")
+
+    def what_others_said(self, run_dir: Path, error: BaseException | None) -> OtherFailed | None:
+        """That another process has failed, where this one ends for that: it lost the other in the midst of their work, was sent
+        a signal for it by the launcher, or (without an error) does not get on."""
         stopped = isinstance(error, Stopped)
-        if self.size == 1 or not (error is None or stopped or lost_another(error)):
+        if self.size == 1 or not (error is None or stopped or self.has_lost_another(error)):
             return None
         for _ in range(20):  # it may still be writing
             if told := sorted(run_dir.glob("failure.*.txt")):
-                return told[0].read_text().partition("\n")[0]
+                story = told[0].read_text()
+                found = OtherFailed(story.partition("\n")[0])
+                found.add_note(story)
+                return found
+            if gone := self.gone(run_dir):
+                return OtherFailed(f"process {gone[0]} has ended without a word: killed, perhaps for memory")
             if stopped:
                 return None
-            if gone := self.gone():
-                return f"process {gone[0]} is gone without a word (killed, perhaps for memory)"
             time.sleep(0.1)
         return None
 
 
 class Unrecorded:
-    """In place of a record.Record in all processes but the first: it keeps nothing but the reason of a failure."""
+    """In place of a record.Record in all processes but the first: it keeps nothing but how this one ended."""
 
-    kv_cache_gib, run_id, figures = 0.0, "", {}
+    kv_cache_gib, run_id = 0.0, ""
 
-    def __init__(self, team: Team, run_dir: Path, console):
-        self.team, self.run_dir, self.console = team, run_dir, console
+    def __init__(self, world: World, run_dir: Path, console, stop):
+        self.world, self.run_dir, self.console, self.stop = world, run_dir, console, stop
+        aside, self.here = run_dir / f".pid.{world.rank}", run_dir / f".process.{world.rank}"
+        aside.write_text(str(os.getpid()))
+        aside.rename(self.here)
 
     def __getattr__(self, name):
+        if not callable(getattr(record.Record, name, None)):
+            raise AttributeError(f"record.Record has no method {name}")
         return lambda *arguments, **named: None
 
+    def loaded(self, model) -> None:
+        if engine := getattr(model, "vllm_engine", None):
+            self.kv_cache_gib = record.engine_figures(engine)["kv_cache_gib"]
+
     def failure(self, error: BaseException, explained: str) -> None:
-        """Say and write down what happened in here, for the first process and the launcher, unless another was the cause."""
-        if isinstance(error, Refused) or lost_another(error):  # the first one says so too
+        """Say and write down what happened in here, for the first process and the launcher, unless that was another's end."""
+        if self.world.has_lost_another(error) or isinstance(error, OtherFailed):
             return
-        said = f"process {self.team.rank} failed in {self.console.doing}: {one_line(explained)}"
-        aside = self.run_dir / f".failure.{self.team.rank}"
-        aside.write_text(f"{said}\n\n{''.join(traceback.format_exception(error))}")
-        aside.rename(self.run_dir / f"failure.{self.team.rank}.txt")
-        tell_launcher(said)
-        os.write(self.console.kept[0], f"{said}\nthe whole story: {self.console.log}\n".encode())
+        said = f"process {self.world.rank} failed in {self.console.doing}: {one_line(explained or str(error))}"
+        refused_to_all = isinstance(error, Refused) and not self.stop.began
+        with contextlib.suppress(OSError):
+            if not (refused_to_all or getattr(error, "in_all_processes", False)):  # which the first one says too
+                os.write(self.console.kept[0], f"{said}\nthe whole story: {self.console.log}\n".encode())
+        with contextlib.suppress(OSError):
+            aside = self.run_dir / f".failure.{self.world.rank}"
+            aside.write_text(f"{said}\n\n{''.join(traceback.format_exception(error))}")
+            aside.rename(self.run_dir / f"failure.{self.world.rank}.txt")
+        with contextlib.suppress(OSError):
+            tell_launcher(said)
+
+    def end(self, status: str, say, stop=None) -> None:
+        """Sign off, so that nobody takes this process for a killed one."""
+        with contextlib.suppress(OSError):
+            self.here.unlink(missing_ok=True)
 
 
 def refuse_a_launcher(program: str) -> None:
@@ -190,61 +243,78 @@ def refuse_a_launcher(program: str) -> None:
         raise Refused(f"WORLD_SIZE {size}: {program} starts its runs itself, one after the other; start it without a launcher")
 
 
-def find() -> Team:
+def find() -> World:
     """This process among those that a launcher has started. Refuses what it cannot have meant."""
     size, rank = os.environ.get("WORLD_SIZE") or "1", os.environ.get("RANK") or ""
     if size == "1":  # a launcher with one process is none
-        for name in LAUNCHERS.split():
+        for name in LAUNCHERS:
             os.environ.pop(name, None)
-        return Team()
+        return World()
     local = os.environ.get("LOCAL_WORLD_SIZE") or size
     if not (size.isdecimal() and rank.isdecimal() and int(rank) < int(size) and os.environ.get("MASTER_PORT")):
         raise Refused(
             f"WORLD_SIZE {size} with RANK {rank or '(none)'}: these are a launcher's, and not all there; unset them, or start "
             "with: uv run torchrun --standalone --nproc-per-node 2 train.py"
         )
+    for name in ("FSDP", "DEEPSPEED"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("1", "true"):
+            raise Refused(f"ACCELERATE_USE_{name}: each process holds the whole model; accelerate launch --multi_gpu")
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        raise Refused("--max-restarts: a launch is one run; what has failed is gone on with by the command that it prints")
     if local != size:
         raise Refused(f"{size} processes, {local} of them here: a run has the cards of one host; --nnodes 1")
-    return Team(int(rank), int(size))
+    return World(int(rank), int(size))
 
 
-def give_up(team: Team, run, run_dir: Path, console) -> None:
-    """End this process, long enough after a signal: it waits for one that is gone, or is in the midst of a long step."""
-    why = team.what_others_said(run_dir, None)
-    if team.first:
-        if why:
-            run.failure(RuntimeError(why), why)
-        slow = f"stopped in {console.doing}, which takes longer than a launcher waits"
-        console.say(f"failed in {console.doing}: {why}" if why else slow)
+def give_up(world: World, run, run_dir: Path, console, go_on) -> None:
+    """End this process, a while after a signal: it waits for one that is gone, or is in the midst of a long step.
+
+    The launcher kills ten seconds later, so a slow store has four. `go_on` returns the command to go on with.
+    """
+    try:
+        why = world.what_others_said(run_dir, None)
+        if world.is_main:
+            slow = f"stopped in {console.doing}, which takes longer than a launcher waits"
+            console.say(f"failed in {console.doing}: {why}" if why else slow)
+            console.say(go_on())
+            if why:
+                run.failure(why, str(why))
+            hurry = threading.Timer(4, run.journal.given_up.set)
+            hurry.daemon = True
+            hurry.start()
         if missing := run.end("FAILED" if why else "KILLED", console.say):
             console.say(missing)
-    os._exit(1)
+    finally:
+        os._exit(1)
 
 
-def check_cards(team: Team) -> None:
-    """Refuse more processes than visible cards; without any, all train on the CPU."""
-    cards = sum(find_gpu(i)[0] is not None for i in range(team.size))
-    if 0 < cards < team.size:
-        raise Refused(f"{team.size} processes and {cards} visible cards (CUDA_VISIBLE_DEVICES): --nproc-per-node {cards}")
+def cards(world: World) -> list[tuple]:
+    """For each process what gpu.find_gpu says: its card, or None for all, which then train on the CPU. Refuses fewer cards than
+    processes.
+
+    Every process looks at all of them, so that what one card cannot do is refused in all.
+    """
+    found = [find_gpu(i) for i in range(world.size)]
+    several = len({card.uuid for card, _ in found if card})
+    if 0 < several < world.size:
+        raise Refused(f"{world.size} processes and {several} visible cards (CUDA_VISIBLE_DEVICES): --nproc-per-node {several}")
+    return found
 
 
-def let_the_first_speak() -> None:
-    """Before an error that all processes have: the launcher ends the others soon after the first one has said it."""
-    if (os.environ.get("RANK") or "0") != "0":
-        time.sleep(5)
+def let_the_first_speak() -> str:
+    """Before an error that all processes have, wait for the launcher, which ends the others soon after the first one has said
+    it; returns which process this is, for where it is the only one."""
+    rank = os.environ.get("RANK") or "0"
+    if rank == "0":
+        return ""
+    time.sleep(5)
+    return f"process {rank}: "
 
 
 def tell_launcher(text: str) -> None:
     """Leave a line for the summary that torchrun prints of a failure (torch.distributed.elastic.multiprocessing.errors)."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         Path(file).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
-
-
-def lost_another(error: BaseException) -> bool:
-    """Whether an error says that another process was not there any more, in torch's words or gloo's."""
-    import torch
-
-    return isinstance(error, torch.distributed.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
 def alive(pid: int) -> bool:

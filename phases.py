@@ -53,7 +53,7 @@ class Phases:
         self.made = time.perf_counter()
         self.open = []  # the parts under way, the innermost last
         self.seconds = {}
-        self.tokens = 0  # generated in the last rollout by this process
+        self.own_speed = 0.0  # of several processes, this one's tokens a second in the last rollout
         self.peaks = {}
         self.allocated = self.reserved = 0  # bytes: torch's peaks over the whole run, which measuring the parts resets
         self.standing = 0  # bytes of tensors now
@@ -124,26 +124,28 @@ class Phases:
 
         return wrapper
 
-    def counted(self, generate):
-        """TRL's `_generate`, whose second result are the token ids of the completions."""
+    def paced(self, generate):
+        """TRL's `_generate_single_turn`, whose first result are token ids, and which waits for no other process."""
 
         @functools.wraps(generate)
         def wrapper(*arguments, **named):
+            began = time.perf_counter()
             results = generate(*arguments, **named)
-            self.tokens = sum(map(len, results[1]))
+            self.own_speed = sum(map(len, results[0])) / (time.perf_counter() - began)
             return results
 
         return wrapper
 
     @harmless
-    def attach(self, trainer) -> None:
+    def attach(self, trainer, processes: int = 1) -> None:
         """Measure a trainer's methods; with Unsloth on a GPU also the logits, which it makes in an operator of its own.
 
         Its table of implementations is internal: read in unsloth_zoo 2026.10.9, fused_losses/fused_linear.py.
         """
         for name, part in METHODS.items():
             setattr(trainer, name, self.timed(part, getattr(trainer, name)))
-        trainer._generate = self.counted(trainer._generate)
+        if processes > 1:
+            trainer._generate_single_turn = self.paced(trainer._generate_single_turn)
         if self.on_gpu and "unsloth" in sys.modules:
             from unsloth_zoo.fused_losses import fused_linear
 

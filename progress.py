@@ -20,7 +20,9 @@ from data import last_message
 
 
 class Diverged(Exception):
-    """The gradient is no number any more; the step that it would have spoiled was not taken."""
+    """The gradient, which all processes have, is no number any more; the step that it would have spoiled was not taken."""
+
+    in_all_processes = True
 
 
 class Progress(TrainerCallback):
@@ -28,13 +30,13 @@ class Progress(TrainerCallback):
 
     `facts` go into each checkpoint: what is known of the run, and its held-out points so far. `phases` is a phases.Phases,
     `meter` a vram.Meter, `pace` a function from sequences and their tokens to the card's tokens a second, or None. Of a
-    parallel.Team each process has one, with all that they decide together; only the first one looks at samples and symptoms.
+    parallel.World each process has one, with all that they decide together; only the first one looks at samples and symptoms.
     """
 
     def __init__(
-        self, config, task, team, console, peak, run_dir, record, stop, facts, evaluation, can_think, phases, meter, pace
+        self, config, task, world, console, peak, run_dir, record, stop, facts, evaluation, can_think, phases, meter, pace
     ):
-        self.team = team
+        self.world = world
         self.config, self.console, self.peak, self.run_dir, self.record = config, console, peak, run_dir, record
         self.stop, self.facts, self.evaluation, self.can_think = stop, facts, evaluation, can_think
         self.phases, self.meter, self.pace = phases, meter, pace
@@ -77,24 +79,31 @@ class Progress(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         step, config = state.global_step, self.config
-        self.stop.asked = int(max(row[0] for row in self.team.gather([self.stop.asked or 0]))) or None  # of any: all stop
+        asked = self.agreed()
         self.seconds.append(time.perf_counter() - self.start)
         self.parts = self.phases.end_step()
         if len(self.seconds) == 1:
             evaluated = self.evaluation.seconds_before if self.evaluation else 0
             start = {"imports": self.phases.imports, "to_first_step": time.perf_counter() - self.phases.made - evaluated}
             self.record.metrics({f"start_seconds/{part}": seconds for part, seconds in start.items()})
-        if self.stop.asked is None and config.eval_steps and step % config.eval_steps == 0 and step < config.max_steps:
-            if self.team.first:
+        if asked is None and config.eval_steps and step % config.eval_steps == 0 and step < config.max_steps:
+            if self.world.is_main:
                 self.evaluation.during(step)
-            self.team.wait()
+            asked = self.agreed()
             self.console.doing = f"training, step {step}"
         # a checkpoint lies between two rollouts, since the completions in use are not part of it
         rollout = config.steps_per_rollout
         between = step % rollout == 0 or step >= config.max_steps
         due = step // config.save_steps > (step - rollout) // config.save_steps or step >= config.max_steps
-        control.should_training_stop |= self.stop.asked is not None and between
-        control.should_save = between and (due or self.stop.asked is not None)
+        control.should_training_stop |= asked is not None and between
+        control.should_save = between and (due or asked is not None)
+
+    def agreed(self) -> int | None:
+        """The signal that any process has heard by now, on which all act together."""
+        asked = int(max(row[0] for row in self.world.gather([self.stop.asked or 0]))) or None
+        self.stop.asked = self.stop.asked or asked  # one that comes just now counts the next time
+        self.stop.agreed = asked is not None
+        return asked
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in logs:
@@ -105,8 +114,8 @@ class Progress(TrainerCallback):
             self.console.say(self.line(state.global_step, logs))
 
     def on_save(self, args, state, control, model=None, **kwargs):
-        self.team.check_the_same(model)  # and all have written their random states
-        if not self.team.first:
+        self.world.check_the_same(model)  # and have written their random states
+        if not self.world.is_main:
             return
         written = self.run_dir / f"checkpoint-{state.global_step}"
         self.facts["step"] = state.global_step
@@ -121,14 +130,16 @@ class Progress(TrainerCallback):
                 self.console.say(line)
 
     def of_all(self, logs: dict) -> dict[str, float]:
-        """With several processes, what each has alone: tokens a second, its peak memory, and the KL, whose mean counts."""
-        if self.team.size == 1:
+        """With several processes, what each has alone: tokens a second and peak memory; and the means of what Unsloth logs of
+        each alone."""
+        if self.world.size == 1:
             return {}
-        speed = self.phases.tokens / self.parts["generation"] if self.parts["generation"] else 0.0
-        rows = self.team.gather([logs.get("kl", 0.0), speed, memory_gib(self.peak)])
-        found = {"kl": statistics.mean(row[0] for row in rows)} if "kl" in logs else {}
-        self.highest_gib = max(row[2] for row in rows)
-        for rank, (_, speed, peak_gib) in enumerate(rows):
+        means = [name for name in ("kl", "completion_length") if name in logs]
+        speed = self.phases.own_speed if self.parts["generation"] else 0.0
+        rows = self.world.gather([speed, memory_gib(self.peak), *(logs[name] for name in means)])
+        found = {name: statistics.mean(row[2 + i] for row in rows) for i, name in enumerate(means)}
+        self.highest_gib = max(row[1] for row in rows)
+        for rank, (speed, peak_gib, *_) in enumerate(rows):
             found[f"process/{rank}/{'vram' if self.peak else 'rss'}_peak_gib"] = peak_gib
             if speed:
                 found[f"process/{rank}/tokens_per_second"] = speed
@@ -138,7 +149,7 @@ class Progress(TrainerCallback):
         """Seconds of the step by part, tokens a second, and what share that is of what the card's bandwidth allows."""
         found = {f"seconds/{part}": seconds for part, seconds in self.parts.items()}
         generating, training = self.parts["generation"], self.parts["forward_backward"]
-        batch = self.config.rollout_batch * self.team.size
+        batch = self.config.rollout_batch * self.world.size
         if "completions/mean_length" in logs:  # the later steps of a rollout generate none
             tokens, self.tokens_seen = logs["num_tokens"] - self.tokens_seen, logs["num_tokens"]
             self.generated = logs["completions/mean_length"] * batch
@@ -146,7 +157,7 @@ class Progress(TrainerCallback):
             if generating:
                 found["tokens_per_second/generated"] = self.generated / generating
             if self.pace and self.generated and generating:
-                allowed = self.team.size * self.pace(self.config.rollout_batch, (tokens - self.generated / 2) / batch)
+                allowed = self.world.size * self.pace(self.config.rollout_batch, (tokens - self.generated / 2) / batch)
                 found["roofline_share"] = found["tokens_per_second/generated"] / allowed
         if training:
             found["tokens_per_second/trained"] = self.tokens_in_step / training
@@ -182,7 +193,7 @@ class Progress(TrainerCallback):
 
     def look_back(self, state) -> None:
         """Samples and symptoms of the step just done, whose completions TRL has written to a file by now."""
-        if not (self.seconds and self.team.first):
+        if not (self.seconds and self.world.is_main):
             return
         step, config = state.global_step, self.config
         if "completions/mean_length" in next(log for log in reversed(state.log_history) if "loss" in log):

@@ -29,20 +29,22 @@ class Stop:
     terminal and `timeout` reach the script and uv, which passes it on. A signal that was ignored when the script was started
     (nohup, a job in the background) stays so.
 
-    A `launched` process is sent SIGTERM also when another has ended, and killed half a minute later. A signal then hurries
-    nothing by itself, but PATIENCE later `give_up` is called, or `hurry`, from a thread of its own: the main thread may wait
-    for the one that is gone, in a library that lets it hear nothing.
+    A `launched` process is sent SIGTERM also when another has ended, and killed half a minute later. The first signal then says
+    and hurries nothing by itself, but PATIENCE later `give_up` is called from a thread of its own: the main thread may wait for
+    the one that is gone, in a library that lets it hear nothing. Where the main thread is `leave`-ing, it is `hurry`.
     """
 
     def __init__(self, launched: bool = False):
         self.asked: int | None = None
         self.began = False  # training
+        self.agreed = False  # with all processes of the run, that it stops
         self.finishes_step = False
         self.waits_for = "this step"
         self.leaving = False
         self.hurry = None
-        self.launched, self.give_up = launched, lambda: os._exit(1)
+        self.launched, self.give_up = launched, None
         self.over = threading.Event()
+        self.last_word = threading.Lock()  # of the thread that ends the run
         self.screen = 2  # file descriptor
         self.heard = -math.inf
         self.before = {}
@@ -53,24 +55,43 @@ class Stop:
                 if signal.getsignal(signum) != signal.SIG_IGN:
                     self.before[signum] = signal.signal(signum, self.hear)
             if self.launched:
-                self.ear, self.tongue = socket.socketpair()
-                self.tongue.setblocking(False)
-                signal.set_wakeup_fd(self.tongue.fileno(), warn_on_full_buffer=False)
+                self.read, self.write = socket.socketpair()
+                self.write.setblocking(False)
+                self.wakeup_before = signal.set_wakeup_fd(self.write.fileno(), warn_on_full_buffer=False)
                 threading.Thread(target=self.listen, daemon=True).start()
         return self
 
     def __exit__(self, *error):
         self.over.set()
-        if self.launched:
-            signal.set_wakeup_fd(-1)
+        if self.launched and self.before:
+            signal.set_wakeup_fd(self.wakeup_before)
+            self.write.close()  # which ends the thread
         for signum, handler in self.before.items():
             signal.signal(signum, handler)
 
     def listen(self):
-        while self.ear.recv(1)[0] not in NAMES:
-            pass
-        if not self.over.wait(PATIENCE):
-            (self.hurry if self.leaving and self.hurry else self.give_up)()
+        launcher, heard = os.getppid(), b"\0"
+        self.read.settimeout(1)
+        with self.read:
+            while heard and heard[0] not in NAMES:
+                try:
+                    heard = self.read.recv(1)
+                except TimeoutError:
+                    if os.getppid() != launcher:  # killed: nobody else ends this process then
+                        os.kill(os.getpid(), signal.SIGTERM)
+        if self.over.wait(PATIENCE):
+            return
+        if self.give_up and self.last_word.acquire(blocking=False):
+            self.give_up()
+        while not self.over.wait(0.1):
+            if hurry := self.hurry:
+                return hurry()
+
+    def leave(self):
+        """From here on this thread ends the run; where another one does already, it waits until that ends the process."""
+        if not self.leaving:
+            self.last_word.acquire()
+            self.leaving = True
 
     def hear(self, signum, frame):
         if time.monotonic() - self.heard < 1:
@@ -84,9 +105,11 @@ class Stop:
             hurry, self.hurry = self.hurry, None
             hurry()
             return
-        first, self.asked = self.asked is None, self.asked or signum
-        if not (first and self.finishes_step):
+        self.asked = self.asked or signum
+        if again or not self.finishes_step:
             raise Stopped(self.asked)
+        if self.launched:
+            return
         with contextlib.suppress(OSError):  # not print: the signal may have come in the middle of one
             os.write(
                 self.screen, f"{NAMES[signum]}: stopping once {self.waits_for} is done; once more stops at once\n".encode()

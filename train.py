@@ -13,6 +13,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import os
 import shutil
@@ -33,7 +34,7 @@ import record
 import roofline
 from console import Console, open_closed_streams
 from data import build_dataset, can_think, drop_long_prompts, in_order
-from gpu import PeakMemory, find_gpu
+from gpu import PeakMemory
 from stopping import Stop, Stopped
 from trainer import grpo_arguments, make_ready, trainer_class
 
@@ -271,22 +272,23 @@ def main(arguments: list[str] | None = None) -> None:
     """One run, from the command line's arguments. Raises Refused, or SystemExit with the code that README.md explains."""
     # config: everything that can be wrong is looked at before anything slow
     os.environ.update({**ENVIRONMENT, **os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"})  # NVML counts cards in that order
-    team = parallel.find()
-    gpu, seen = find_gpu(team.rank)
-    parallel.check_cards(team)
+    world = parallel.find()
+    cards = parallel.cards(world)
+    gpu, seen = cards[world.rank]
     config = command_line.parse(Config, PRESETS, sys.argv[1:] if arguments is None else arguments, gpu)
     other = "smollm2 needs none" if config.preset != "smollm2" else "qwen3-4b needs one with 16 GB and driver 580 or newer"
-    team.say(f"preset {config.preset}: {seen}; {other}")
+    world.say(f"preset {config.preset}: {seen}; {other}")
     checks.check_config(config)
-    checks.check_problems(config, team.size)
-    for note in checks.notes(config, team.size):
-        team.say(note)
-    checks.check_machine(config, gpu)
+    checks.check_problems(config, world.size)
+    for note in checks.notes(config, world.size):
+        world.say(note)
+    for card, _ in cards:
+        checks.check_machine(config, card)
     checks.check_output_dir(Path(config.output_dir))
     models.check_model(config.model, config.load_in)
-    if plan := engine.look_at(config, gpu):
-        team.say("\n".join(budget.table(plan)))
-    origin = checkpoints.origin_of(config, team.size) if config.resume_from_checkpoint else None
+    if plan := [engine.look_at(config, card) for card, _ in cards][0]:
+        world.say("\n".join(budget.table(plan)))
+    origin = checkpoints.origin_of(config, world.size) if config.resume_from_checkpoint else None
 
     # data: prompts for training, problems that training never sees, and rewards that pass their own examples
     task = checks.load_task(config.task)
@@ -296,59 +298,63 @@ def main(arguments: list[str] | None = None) -> None:
     checks.check_rewards(task, config.task, train_set)
 
     # record: one MLflow run holds all that follows, also how it went wrong
-    store = record.connect(PROJECT, config.experiment) if team.first else ""
-    run_dir = Path(config.output_dir) / f"{config.run_name}-{team.stamp()}"
-    team.make(run_dir)
+    store = record.connect(PROJECT, config.experiment) if world.is_main else ""
+    run_dir = Path(config.output_dir) / f"{config.run_name}-{world.stamp()}"
+    world.make(run_dir)
     run, missing, status, code = None, None, "FAILED", 1
     peak = PeakMemory(gpu) if gpu else None
-    with Stop(launched=team.size > 1) as stop, Console(run_dir / team.log, heard=team.first) as console:
-        stop.screen = console.kept[0] if team.first else console.screen.fileno()
+    go_on = functools.partial(checkpoints.how_to_go_on, config, world.size, run_dir, PROJECT, origin)
+    with Stop(launched=world.size > 1) as stop, Console(run_dir / world.log, heard=world.is_main) as console:
+        stop.screen = console.kept[0] if world.is_main else console.screen.fileno()
         try:
-            if team.first:
-                run = record.Record(config, team.size, gpu, PROJECT, store, run_dir, origin)
+            if world.is_main:
+                run = record.Record(config, world.size, gpu, PROJECT, store, run_dir, origin)
             else:
-                run = parallel.Unrecorded(team, run_dir, console)
-            stop.give_up = lambda: parallel.give_up(team, run, run_dir, console)
-            train(config, team, gpu, task, train_set, held_out, run_dir, console, run, peak, stop, origin)
+                run = parallel.Unrecorded(world, run_dir, console, stop)
+            stop.give_up = lambda: parallel.give_up(world, run, run_dir, console, go_on)
+            train(config, world, gpu, task, train_set, held_out, run_dir, console, run, peak, stop, origin)
             status, code = "FINISHED", 0
         except BaseException as error:
-            stop.leaving = True
+            stop.leave()
             if run is None:  # nothing is on record, so nothing stays
-                shutil.rmtree(run_dir)
+                if world.is_main:
+                    shutil.rmtree(run_dir)
                 raise
             console.log_failure(error)
-            why = team.what_others_said(run_dir, error)
-            if isinstance(error, Stopped) and not why:
-                status, code = "KILLED", 128 + error.signum if team.first else 0
+            if why := world.what_others_said(run_dir, error):
+                error = why
+            if isinstance(error, Stopped):
+                status, code = "KILLED", 0 if stop.agreed and not world.is_main else 128 + error.signum
                 console.say(f"stopped by {error}")
             else:
                 memory = out_of_memory.measure(gpu, peak, run.kv_cache_gib, config.vllm_enable_sleep_mode)
-                explanation = why or out_of_memory.what_failed(error, config, console.doing, memory)
+                explanation = str(why or out_of_memory.what_failed(error, config, console.doing, memory))
                 run.failure(error, explanation)
                 if isinstance(error, checks.Refused) and not stop.began:
                     raise
-                console.say(f"failed in {console.doing}: {explanation}\nthe whole story: {run_dir / 'train.log'}")
+                console.say(f"failed in {console.doing}: {explanation}\nthe whole story: {console.log}")
         finally:
-            stop.leaving = True
+            stop.leave()
             if run:
                 missing = run.end(status, console.say, stop)
             if peak:
                 peak.stop()
-            if status != "FAILED" or team.size == 1:
+            if status != "FAILED" or world.size == 1:
                 engine.leave_process_group()
-        if status != "FINISHED":
-            console.say(checkpoints.how_to_go_on(config, team.size, run_dir, PROJECT, origin))
-        console.say(f"curves: {record.how_to_open(store, PROJECT)}, experiment {config.experiment}, run {run.run_id}")
+        if status != "FINISHED" and world.is_main:
+            console.say(go_on())
+        if world.is_main:
+            console.say(f"curves: {record.how_to_open(store, PROJECT)}, experiment {config.experiment}, run {run.run_id}")
         if missing:
             console.say(missing)
             code = code or 3
-    if status == "FAILED" and team.size > 1:
+    if status == "FAILED" and world.size > 1:
         os._exit(code)  # others may be gone, whom leaving the group would wait for
     if code:
         sys.exit(code)
 
 
-def train(config: Config, team, gpu, task, train_set, held_out, run_dir: Path, console, run, peak, stop: Stop, origin) -> None:
+def train(config: Config, world, gpu, task, train_set, held_out, run_dir: Path, console, run, peak, stop: Stop, origin) -> None:
     """Load, evaluate, train, save, evaluate what was saved."""
     # Unsloth comes first, since it patches what the others import; on a CPU plain TRL needs one of its patches too
     console.say(f"loading {config.model}, a minute or two; the libraries talk to {run_dir / 'train.log'}")
@@ -359,7 +365,7 @@ def train(config: Config, team, gpu, task, train_set, held_out, run_dir: Path, c
     console.doing = "loading the libraries"
     if gpu:
         os.environ.update(engine.environment(config))
-    os.environ.update(team.environment(gpu))  # one process, one card
+    os.environ.update(world.environment(gpu))  # one process, one card
     if not (gpu and config.plain):
         import unsloth  # noqa: F401, isort: skip
 
@@ -372,7 +378,7 @@ def train(config: Config, team, gpu, task, train_set, held_out, run_dir: Path, c
     from progress import Progress
     from vram import Meter
 
-    team.join(on_gpu=gpu is not None)
+    world.join(gpu is not None, console.say)
     if not gc.isenabled():
         gc.freeze()  # what is imported stays; vLLM looks at it once more, and freezes it again
         gc.enable()
@@ -386,7 +392,7 @@ def train(config: Config, team, gpu, task, train_set, held_out, run_dir: Path, c
     name = models.resolve_model(config.model, config.load_in, gpu is not None, config.plain)
     tokenizer = models.read_tokenizer(name)
     drawn = len(train_set)
-    train_set = drop_long_prompts(train_set, tokenizer, config, "training", config.prompts_per_rollout * team.size, console)
+    train_set = drop_long_prompts(train_set, tokenizer, config, "training", config.prompts_per_rollout * world.size, console)
     if held_out:
         held_out = drop_long_prompts(held_out, tokenizer, config, "held-out", 1, console)
     run.training_data(train_set, drawn - len(train_set), config.task)
@@ -408,22 +414,22 @@ def train(config: Config, team, gpu, task, train_set, held_out, run_dir: Path, c
     meter.loaded(model)
 
     # trainer: TRL's own, which Unsloth has patched to sample from the engine above
-    facts = checkpoints.facts_of_run(config, team.size, run.run_id, run_dir, origin)
+    facts = checkpoints.facts_of_run(config, world.size, run.run_id, run_dir, origin)
     evaluation = None
-    if held_out and team.first:
+    if held_out and world.is_main:
         evaluation = HeldOut(config, task, model, tokenizer, held_out, run_dir, run, console, facts)
-    progress = Progress(config, task, team, console, peak, run_dir, run, stop, facts, evaluation,
+    progress = Progress(config, task, world, console, peak, run_dir, run, stop, facts, evaluation,
                         can_think(config, tokenizer), phases, meter, roofline.pace(config, shape, gpu))  # fmt: skip
     trainer = trainer_class(config, gpu)(
         model=model,
         processing_class=tokenizer,
         reward_funcs=[checks.strict(reward) for reward in task.REWARDS],
         args=GRPOConfig(**grpo_arguments(config, run_dir, on_gpu=gpu is not None)),
-        train_dataset=in_order(train_set, config, team.size),
+        train_dataset=in_order(train_set, config, world.size),
         callbacks=[progress],
     )
-    make_ready(config, trainer, gpu, team)
-    phases.attach(trainer)
+    make_ready(config, trainer, gpu, world)
+    phases.attach(trainer, world.size)
     if evaluation:
         evaluation.point = phases.timed("evaluation", evaluation.point)
     if config.backend == "paged":
@@ -435,8 +441,8 @@ def train(config: Config, team, gpu, task, train_set, held_out, run_dir: Path, c
     adapter_dir = run_dir / "final-adapter"
     if evaluation:
         evaluation.before()
-    team.wait()
-    set_seed(config.seed + team.rank)  # each its own answers
+    world.check_the_same(model)  # and wait for the evaluation
+    set_seed(config.seed + world.rank)  # each its own answers
     with stop.training(config.steps_per_rollout):
         try:
             if origin and origin["step"] >= config.max_steps:
@@ -447,18 +453,18 @@ def train(config: Config, team, gpu, task, train_set, held_out, run_dir: Path, c
             raise
         except BaseException:
             checkpoints.delete_unfinished(run_dir)
-            if (step := trainer.state.global_step) and team.first:
+            if (step := trainer.state.global_step) and world.is_main:
                 adapter.rescue(model, adapter_dir, step, console, run)
             raise
         console.doing = "saving the adapter"
-        if team.first:
+        if world.is_main:
             adapter.keep(model, adapter_dir, name, trainer.state.log_history, config, console, run)
     stop.raise_if_asked()
     if evaluation:
         evaluation.after(trainer.state.global_step, adapter_dir)
     if summary := run.memory(peak, phases, config.vllm_enable_sleep_mode):
         console.say(summary)
-    team.wait()
+    world.wait()
 
 
 def load_model(config: Config, gpu, name: str, shape, plan):
@@ -514,8 +520,7 @@ if __name__ == "__main__":
     try:
         main()
     except checks.Refused as refusal:
-        parallel.let_the_first_speak()
-        print(f"train.py: {refusal}", file=sys.stderr)
+        print(f"train.py: {parallel.let_the_first_speak()}{refusal}", file=sys.stderr)
         sys.exit(2)
     except (KeyboardInterrupt, Stopped) as stopped:
         print("train.py: stopped before training", file=sys.stderr)

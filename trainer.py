@@ -18,9 +18,9 @@ def trainer_class(config, gpu):
     return CPUTrainer
 
 
-def make_ready(config, trainer, gpu, team) -> None:
+def make_ready(config, trainer, gpu, world) -> None:
     """What a new trainer still lacks: with Unsloth on a GPU, passes that a rollout fits into; with a beta, one adapter alone;
-    with a parallel.Team of several processes, their gradients.
+    with a parallel.World of several processes, their gradients.
 
     TRL adds a copy of the untrained adapter as the reference. The base model is the same, without a second LoRA, and a
     checkpoint that held both would resume with the wrong one. Without Unsloth, TRL casts the adapter of a 4-bit model to 16
@@ -36,7 +36,7 @@ def make_ready(config, trainer, gpu, team) -> None:
                 parameter.data = parameter.data.float()
     if "ref" in trainer.model.peft_config:
         trainer.model.delete_adapter("ref")
-    team.share_gradients(trainer)
+    world.share_gradients(trainer)
 
 
 def grpo_arguments(config, run_dir: Path, on_gpu: bool) -> dict:

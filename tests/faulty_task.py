@@ -16,7 +16,7 @@ from pathlib import Path
 from task import make_dataset  # noqa: F401
 
 
-def letters_reward(completions, trainer_state, **kwargs):
+def letters_reward(completions, trainer_state, prompts=(), **kwargs):
     texts = [completion[0]["content"] for completion in completions]
     rewards = [sum(map(str.isalpha, text)) / 10 for text in texts]
     if trainer_state.max_steps == 0 and len(texts) > 1 and "SCORES" in os.environ:  # an evaluation: so many are right
@@ -25,9 +25,15 @@ def letters_reward(completions, trainer_state, **kwargs):
         if first == "fails":
             raise ValueError("nobody is there to judge")
         return [float(i < int(first)) for i in range(len(texts))]
+    if "GROUPS" in os.environ and trainer_state.max_steps:
+        asked = [str(prompt[-1]["content"]).replace(" ", "_") for prompt in prompts]
+        with open(os.environ["GROUPS"], "a") as file:
+            print(trainer_state.global_step + 1, os.environ["RANK"], *asked, file=file)
     here = os.environ.get("ONLY") in (None, os.environ.get("RANK"))  # of several processes, in which one
     if here and str(trainer_state.global_step + 1) in os.environ.get("AT", "").split():
         what, _, where = os.environ["DO"].partition(" ")
+        if what == "STOP":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if what.startswith("SIG"):
             for i, names in enumerate(os.environ["DO"].split()):
                 time.sleep(1.1 * (i > 0))

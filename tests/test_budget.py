@@ -17,6 +17,7 @@ import budget
 import command_line
 import gpu
 import models
+import parallel
 import roofline
 import shapes
 import train as script
@@ -833,7 +834,7 @@ def test_what_cannot_be_planned_is_refused_in_one_line(arguments, content, words
 def before_a_run(monkeypatch, tmp_path, capsys):
     """Run train.main on an H200 up to the data set, in an empty folder; returns what was printed and what ended it."""
     card = gpu.Gpu("GPU-0", "0", "NVIDIA H200", "580.65.06", 139.8, (9, 0))
-    monkeypatch.setattr(script, "find_gpu", lambda index: (card, "NVIDIA H200 with 140 GiB is visible"))
+    monkeypatch.setattr(parallel, "find_gpu", lambda index: (card, "NVIDIA H200 with 140 GiB is visible"))
     monkeypatch.setattr(gpu.Gpu, "free_gib", lambda card: 139.0)
     monkeypatch.setattr(script, "build_dataset", mock.Mock(side_effect=SystemExit("enough")))
     environment = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlflow.db'}"}
@@ -871,7 +872,7 @@ def test_a_run_in_8_bits_is_planned_so_and_a_card_without_them_is_refused(before
     lines, end = before_a_run("--preset", "chapter", "--model", qwen3_4b, "--load-in", "16bit", "--vram-limit-gib", 11.5)
     assert "--load-in fp8 (now 16bit); --load-in 4bit (now 16bit)" in str(end)
     ada = gpu.Gpu("GPU-0", "0", "NVIDIA L40S", "580.65.06", 44.4, ADA)
-    monkeypatch.setattr(script, "find_gpu", lambda index: (ada, "NVIDIA L40S with 44 GiB is visible"))
+    monkeypatch.setattr(parallel, "find_gpu", lambda index: (ada, "NVIDIA L40S with 44 GiB is visible"))
     lines, end = before_a_run("--model", qwen3_4b, "--load-in", "fp8")
     assert isinstance(end, Refused) and "--load-in fp8 on NVIDIA L40S: compute capability 8.9" in str(end)
 

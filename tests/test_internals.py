@@ -93,6 +93,14 @@ BITSANDBYTES_LAYER = "model_executor/layers/quantization/bitsandbytes.py"
         # decode.py, multiply
         ("unsloth", "kernels/nf4.py", "    code: torch.Tensor,\n    blocksize: int,\n    blocksize2: int,\n    shape,\n"),
         ("bitsandbytes", "optim/optimizer.py", "            blocksize = 256\n"),  # budget.py, optimizer_bytes
+        ("accelerate", "accelerator.py", "        if not evaluation_mode:\n"),  # parallel.py, share_gradients
+        ("transformers", "trainer.py", 'f"rng_state_{self.args.process_index}.pth"'),  # checkpoints.py
+        ("torch", "distributed/elastic/multiprocessing/api.py", "timeout: int = 30) -> None:"),  # stopping.py, PATIENCE
+        ("unsloth_zoo", "vllm_utils.py", "def _setup_vllm_external_launcher("),  # parallel.py, join
+        ("unsloth_zoo", "vllm_utils.py", "    if not dist.is_initialized():\n"),
+        ("vllm", "v1/executor/uniproc_executor.py", 'rank = int(os.environ["RANK"])'),
+        ("vllm", "distributed/parallel_state.py", "if not torch.distributed.is_initialized():"),
+        ("unsloth", "models/rl.py", "isinstance(model, torch.nn.parallel.DistributedDataParallel)"),
     ],
 )  # fmt: skip
 def test_the_library_is_as_it_was_read(package, file, text):

@@ -3,6 +3,7 @@
 Most are forked from a process that has imported the libraries once. What a launcher adds is tried with torchrun and accelerate.
 """
 
+import contextlib
 import itertools
 import multiprocessing
 import os
@@ -12,17 +13,22 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pandas
+import psutil
 import pytest
 import torch
 from mlflow.tracking import MlflowClient
 from safetensors.torch import load_file
 
+import benchmark
+import compare
 import parallel
+import stopping
 import train as script
 from checks import Refused, check_problems, notes
 from conftest import ENVIRONMENT, ROOT
@@ -39,7 +45,7 @@ BIN = Path(sys.executable).parent
 @pytest.fixture
 def environment(monkeypatch):
     def environment(**variables):
-        for name in parallel.LAUNCHERS.split():
+        for name in parallel.LAUNCHERS:
             monkeypatch.delenv(name, raising=False)
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -49,16 +55,16 @@ def environment(monkeypatch):
 
 def test_which_process_this_is(environment):
     environment()
-    assert parallel.find() == parallel.Team(0, 1)
+    assert parallel.find() == parallel.World(0, 1)
     environment(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_PORT="29500")
-    assert parallel.find() == parallel.Team(1, 2)
-    assert not parallel.find().first
+    assert parallel.find() == parallel.World(1, 2)
+    assert not parallel.find().is_main
 
 
 def test_a_launcher_with_one_process_is_none(environment):
     environment(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="none")
-    assert parallel.find() == parallel.Team()
-    assert not set(parallel.LAUNCHERS.split()) & set(os.environ)
+    assert parallel.find() == parallel.World()
+    assert not set(parallel.LAUNCHERS) & set(os.environ)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +73,7 @@ def test_a_launcher_with_one_process_is_none(environment):
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE 2 with RANK (none): these are a launcher's, and not all there"),
         ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_PORT": "1"}, "WORLD_SIZE 2 with RANK 2"),
         ({"WORLD_SIZE": "two", "RANK": "0", "MASTER_PORT": "1"}, "WORLD_SIZE two with RANK 0"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1", "TORCHELASTIC_MAX_RESTARTS": "2"}, "--max-restarts: a launch is"),
         ({"WORLD_SIZE": "4", "RANK": "0", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "2"}, "4 processes, 2 of them here"),
     ],
 )
@@ -78,19 +85,39 @@ def test_half_a_launcher_is_refused(environment, variables, said):
 
 def test_scripts_that_start_runs_take_no_launcher(environment):
     environment(RANK="0", WORLD_SIZE="2", MASTER_PORT="29500")
-    for program in ("compare.py", "benchmark.py"):
-        with pytest.raises(Refused, match=f"{program} starts its runs itself"):
-            parallel.refuse_a_launcher(program)
+    with pytest.raises(Refused, match="compare.py starts its runs itself"):
+        compare.main(["run"])
+    with pytest.raises(Refused, match="benchmark.py starts its runs itself"):
+        benchmark.main(["learn"])
+
+
+@pytest.mark.parametrize("name", ["FSDP", "DEEPSPEED"])
+def test_a_model_in_parts_is_refused(environment, monkeypatch, name):
+    environment(RANK="0", WORLD_SIZE="2", MASTER_PORT="29500")
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+    with pytest.raises(Refused, match=f"ACCELERATE_USE_{name}: each process holds the whole model"):
+        parallel.find()
 
 
 def test_more_processes_than_cards(monkeypatch):
-    cards = {0: "a card", 1: "another"}
+    cards = {0: SimpleNamespace(uuid="GPU-a"), 1: SimpleNamespace(uuid="GPU-b")}
     monkeypatch.setattr(parallel, "find_gpu", lambda i: (cards.get(i), ""))
-    parallel.check_cards(parallel.Team(0, 2))
-    with pytest.raises(Refused, match=r"3 processes and 2 visible cards \(CUDA_VISIBLE_DEVICES\): --nproc-per-node 2"):
-        parallel.check_cards(parallel.Team(2, 3))
+    assert parallel.cards(parallel.World(0, 2)) == [(cards[0], ""), (cards[1], "")]
+    for_three = r"3 processes and 2 visible cards \(CUDA_VISIBLE_DEVICES\): --nproc-per-node 2"
+    with pytest.raises(Refused, match=for_three):
+        parallel.cards(parallel.World(2, 3))
+    cards[2] = cards[0]  # CUDA_VISIBLE_DEVICES=0,1,0
+    with pytest.raises(Refused, match=for_three):
+        parallel.cards(parallel.World(2, 3))
     cards.clear()
-    parallel.check_cards(parallel.Team(2, 3))
+    assert parallel.cards(parallel.World(2, 3)) == [(None, "")] * 3
+
+
+def test_what_is_not_recorded_is_a_method_of_the_record(tmp_path):
+    silent = parallel.Unrecorded(parallel.World(1, 2), tmp_path, None, None)
+    silent.metrics({"loss": 1.0}, 3)
+    with pytest.raises(AttributeError, match="metricks"):
+        silent.metricks({})
 
 
 def test_what_several_processes_do_is_said_and_needs_problems():
@@ -104,26 +131,30 @@ def test_what_several_processes_do_is_said_and_needs_problems():
         check_problems(config, 513)
 
 
-def test_a_launchers_signal_hurries_nothing_at_first(monkeypatch):
-    """It comes because another process has ended; half a minute later the launcher kills."""
-    monkeypatch.setattr("stopping.PATIENCE", 0.3)
-    given_up = []
-    with Stop(launched=True) as stop:
-        stop.give_up = lambda: given_up.append("give_up")
-        stop.hurry = lambda: given_up.append("hurry")
-        stop.leaving = True
+@pytest.mark.parametrize("leaving", [True, False])
+def test_a_launchers_signal_hurries_nothing_at_first(monkeypatch, leaving):
+    """It comes also because another process has ended. Before the launcher kills, what is under way is given up."""
+    monkeypatch.setattr("stopping.PATIENCE", 1.5)
+    ended, done = [], threading.Event()
+
+    def end(how):
+        ended.append(how)
+        done.set()
+
+    with Stop(launched=True) as stop, contextlib.ExitStack() as stack:
+        stop.give_up, stop.hurry = lambda: end("give_up"), lambda: end("hurry")
+        stop.leave() if leaving else stack.enter_context(stop.training())
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.1)
-        assert not given_up
-        time.sleep(0.5)
-        assert given_up == ["hurry"]
-    with Stop(launched=True) as stop:
-        stop.give_up = lambda: given_up.append("give_up")
-        with stop.training():
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert stop.asked == signal.SIGTERM
-            time.sleep(0.6)
-    assert given_up == ["hurry", "give_up"]
+        assert not done.wait(0.5)
+        assert done.wait(20) and ended == ["hurry" if leaving else "give_up"]
+    assert stop.asked == (None if leaving else signal.SIGTERM)
+
+
+def test_a_signal_that_others_have_told_of_is_not_said_twice():
+    with Stop(launched=True) as stop, stop.training():
+        stop.asked = signal.SIGTERM
+        os.kill(os.getpid(), signal.SIGTERM)  # its own copy, later: no Stopped
+    assert stop.asked == signal.SIGTERM
 
 
 # two processes, forked
@@ -138,6 +169,8 @@ def run(rank, size, port, folder, arguments, variables, answers):
     for fd in (1, 2):
         os.dup2(os.open(f"screen.{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), fd)
     torch.set_num_threads(1)
+    parallel.World.stamp = lambda world: os.environ["STAMP"]
+    stopping.PATIENCE = float(os.environ.get("PATIENCE", stopping.PATIENCE))
     if answers:
         import cpu_trainer
 
@@ -168,16 +201,22 @@ def launch(tmp_path_factory):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        variables["TORCHELASTIC_RESTART_COUNT"] = next(launches)  # all have one parent, by which folders are named
+        variables["STAMP"] = next(launches)  # all launches have one parent, by which folders would be named
         processes = [
             context.Process(target=run, args=(rank, size, port, folder, arguments, variables, answers)) for rank in range(size)
         ]
         for process in processes:
             process.start()
-        for process in processes:
-            process.join(120)
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and any(process.is_alive() for process in processes):
+            time.sleep(0.1)
+            if variables.get("DO") == "STOP" and psutil.Process(processes[1].pid).status() == psutil.STATUS_STOPPED:
+                processes[0].terminate()
+                processes[0].join(60)
+                break
         for process in processes:
             process.kill()
+            process.join()
         return ended(folder, [process.exitcode for process in processes], before)
 
     return launch
@@ -220,12 +259,12 @@ def flags(tiny):
 
 def test_two_processes_train_as_one_with_the_same_batch(launch, flags):
     """Same problems, same answers: the losses of six steps and the adapter agree, up to the order of sums."""
-    one = launch(*flags, "--gradient-accumulation-steps", 2, size=1, answers=True)
-    two = launch(*flags, answers=True)
+    one = launch(*flags, "--gradient-accumulation-steps", 4, "--steps-per-generation", 4, size=1, answers=True)
+    two = launch(*flags, "--gradient-accumulation-steps", 2, "--steps-per-generation", 2, answers=True)
     assert one.code == [0] and two.code == [0, 0], one.said + two.said
     for done, processes in ((one, "1"), (two, "2")):
         assert {name: done.record.data.params[name] for name in ("processes", "effective_batch", "prompts_per_rollout")} == {
-            "processes": processes, "effective_batch": "8", "prompts_per_rollout": "2"}  # fmt: skip
+            "processes": processes, "effective_batch": "16", "prompts_per_rollout": "4"}  # fmt: skip
     # TRL deals the answers of one process anew to its passes, so that the KL is a mean of other means
     for name, apart in {"reward": 1e-6, "loss": 1e-4, "grad_norm": 1e-4, "kl": 0.2}.items():
         expected, found = series(one, name), series(two, name)
@@ -233,13 +272,13 @@ def test_two_processes_train_as_one_with_the_same_batch(launch, flags):
         assert found == pytest.approx(expected, rel=apart, abs=1e-6), name
     assert len(set(series(two, "loss").values())) > 3
     a, b = (load_file(done.run_dir / "final-adapter" / "adapter_model.safetensors") for done in (one, two))
-    assert max(float((a[name] - b[name]).abs().max()) for name in a) < 1e-5
+    assert max(float((a[name] - b[name]).abs().max()) for name in a) < 1e-4  # of 6e-2
 
 
 @pytest.fixture(scope="module")
 def straight(launch, flags):
     """Six steps with sampled answers, and evaluations."""
-    return launch(*flags, "--eval-problems", 4, "--eval-steps", 3)
+    return launch(*flags, "--eval-problems", 4, "--eval-steps", 3, GROUPS="groups")
 
 
 def test_one_record_of_two_processes(straight):
@@ -257,11 +296,14 @@ def test_one_record_of_two_processes(straight):
         "rng_state_0.pth", "rng_state_1.pth"}  # fmt: skip
 
 
-def test_groups_are_whole_and_no_two_processes_have_the_same(straight):
+def test_groups_are_whole_in_each_process(straight):
+    told = [line.split() for line in (straight.folder / "groups").read_text().splitlines()]
+    for step in range(1, 7):
+        groups = {rank: prompts for at, rank, *prompts in told if at == str(step)}
+        assert len(groups) == 2 and all(len(set(prompts)) == 1 and len(prompts) == 4 for prompts in groups.values())
+        assert groups["0"][0] != groups["1"][0]
     for file in sorted((straight.run_dir / "completions").glob("*.parquet")):
-        table = pandas.read_parquet(file)
-        assert table["prompt"].map(str).value_counts().tolist() == [4, 4]
-        assert table["completion"].map(str).nunique() == 8
+        assert pandas.read_parquet(file)["completion"].map(str).nunique() == 8  # no two have the same random numbers
 
 
 def test_going_on_with_as_many_and_with_fewer(launch, straight):
@@ -319,14 +361,31 @@ def test_the_others_fall_with_the_one_that_fails(tmp_path, flags):
     assert done.record.info.status == "FAILED" and "adapter after step 4" in done.said
     assert [folder.name for folder in (done.run_dir / "checkpoints").iterdir()] == ["checkpoint-3"]
     failure = Path(done.client.download_artifacts(done.record.info.run_id, "failure.txt", str(tmp_path)))
-    assert failure.read_text().startswith(told)
+    assert failure.read_text().startswith(told) and "raise ValueError('nobody told me')" in failure.read_text()
 
 
 def test_a_process_that_is_killed(launch, flags):
     done = launch(*flags, AT=5, DO="SIGKILL", ONLY=1)
     assert done.code == [1, -signal.SIGKILL]
-    assert "failed in training, step 5: process 1 is gone without a word" in done.said
+    assert "failed in training, step 5: process 1 has ended without a word" in done.said
     assert done.record.info.status == "FAILED" and (done.run_dir / "final-adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_a_reward_that_is_no_number_in_one_process(launch, flags):
+    done = launch(*flags, AT=5, DO="nan", ONLY=1)
+    assert done.code == [1, 1]
+    said = "process 1 failed in training, step 5: letters_reward returned nan"
+    assert (done.folder / "screen.1").read_text().startswith(said)
+    assert f"failed in training, step 5: {said}" in (done.folder / "screen.0").read_text()
+    assert done.record.data.tags["error"].startswith(f"OtherFailed: {said}")
+
+
+def test_one_that_hangs_is_given_up(launch, flags):
+    """The first one waits for a process that does not move, in a library: the launcher's signal still ends it, on record."""
+    done = launch(*flags, AT=5, DO="STOP", ONLY=1, PATIENCE=1)
+    assert done.code == [1, -signal.SIGKILL]
+    assert "stopped in training, step 5, which takes longer than a launcher waits" in done.said
+    assert "checkpoint-3" in done.said and done.record.info.status == "KILLED"
 
 
 def test_sigterm_to_a_launcher(tmp_path, flags):
@@ -339,11 +398,27 @@ def test_sigterm_to_a_launcher(tmp_path, flags):
     launcher.send_signal(signal.SIGTERM)
     launcher.wait(60)
     done = ended(tmp_path, launcher.returncode)
-    assert done.said.count("SIGTERM: stopping once this step is done") == done.said.count("stopped by SIGTERM") == 1
+    assert done.said.count("stopped by SIGTERM") == 1 and "without a word" not in done.said
     assert done.record.info.status == "KILLED"
     last = int(re.findall(r"step +(\d+)/10000", done.said)[-1])
     there = f"outputs/{done.run_dir.name}/checkpoints/checkpoint-{last}"
     assert f"--nproc-per-node 2 {ROOT / 'train.py'} --resume-from-checkpoint {there}" in done.said
+
+
+def test_a_launcher_that_is_killed(tmp_path, flags):
+    """Nobody else ends its processes then: they end as after SIGTERM."""
+    torchrun = start(tmp_path, BIN / "torchrun", "--standalone", "--nproc-per-node", 2, ROOT / "train.py", *flags,
+                     "--max-steps", 10000)  # fmt: skip
+    deadline = time.monotonic() + 200
+    while "step     2/" not in (tmp_path / "screen").read_text():
+        assert torchrun.poll() is None and time.monotonic() < deadline, (tmp_path / "screen").read_text()
+        time.sleep(0.2)
+    workers = psutil.Process(torchrun.pid).children()
+    torchrun.kill()
+    torchrun.wait()
+    gone, alive = psutil.wait_procs(workers, 60)
+    assert len(gone) == 2 and not alive
+    assert ended(tmp_path, None).record.info.status == "KILLED"
 
 
 def test_a_refusal_is_said_once(tmp_path, flags):
