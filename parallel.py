@@ -100,10 +100,8 @@ class World:
             return
         import torch.distributed as dist
 
-        alone = (
-            f"still waiting for the other {self.size - 1} of {self.size} processes; without a launcher: unset WORLD_SIZE RANK"
-        )
-        timer = threading.Timer(30, say, [alone])
+        wait = f"still waiting for {self.size - 1} of {self.size} processes; without a launcher: unset WORLD_SIZE RANK"
+        timer = threading.Timer(30, say, [wait])
         timer.daemon = True
         timer.start()
         dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=WAIT)
