@@ -343,7 +343,7 @@ class Lab:
                 callbacks=[Clock()],
             )
             trainer.remove_callback(PrinterCallback)
-            make_ready(config, trainer, self.gpu)
+            make_ready(config, trainer, self.gpu, parallel.World())
             phases.attach(trainer)
             trainer.train()
         del trainer

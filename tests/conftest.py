@@ -161,6 +161,23 @@ def own_task_run(tmp_path_factory, server):
     return SimpleNamespace(done=done, store=server, folder=folder, run_dir=run_dir)
 
 
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """A random two-layer model with SmolLM2's tokenizer."""
+    import torch
+    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    import models
+
+    folder = tmp_path_factory.mktemp("tiny")
+    tokenizer = AutoTokenizer.from_pretrained(models.embedded_folder())
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=16384, **shape)).save_pretrained(folder)
+    return folder
+
+
 def pytest_collection_modifyitems(items):
     """Files get their order. GPU tests are skipped, with the reason, where no GPU is visible."""
     between = sorted({item.path.name for item in items} - {*LONGEST, *LAST})

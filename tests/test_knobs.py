@@ -26,6 +26,7 @@ import task
 from checks import Refused
 from conftest import ROOT
 from data import drop_long_prompts, encode
+from parallel import World
 from phases import Phases
 from progress import Progress
 from stopping import Stop
@@ -60,9 +61,8 @@ def progress_of(config, reward, say, run_dir, samples=None):
     record = SimpleNamespace(metrics=lambda logs, step=None: None, samples=samples)
     phases = Phases(ON_GPU, say)
     meter = Meter(None, None, phases, None, say)
-    return Progress(
-        config, rewards, SimpleNamespace(say=say), None, run_dir, record, Stop(), {}, None, False, phases, meter, None
-    )
+    return Progress(config, rewards, World(), SimpleNamespace(say=say), None, run_dir, record, Stop(), {}, None, False, phases,
+                    meter, None)  # fmt: skip
 
 
 @pytest.fixture

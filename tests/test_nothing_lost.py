@@ -30,11 +30,9 @@ import unsloth  # noqa: E402, F401  # isort: skip
 import mlflow
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import adapter
 import checkpoints
-import models
 import pictures
 from checks import Refused
 from conftest import ROOT, Server
@@ -52,17 +50,6 @@ def ctrl_c_is_heard():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    tokenizer = AutoTokenizer.from_pretrained(models.embedded_folder())
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=16384, **shape)).save_pretrained(folder)
-    return folder
 
 
 def command_line(tiny, *arguments):
@@ -475,7 +462,7 @@ def test_a_start_that_hangs_is_ended_and_recorded(tmp_path):
         "store = record.connect(train.PROJECT, 'p7-grpo')\n"
         "run_dir = pathlib.Path('run')\n"
         "run_dir.mkdir()\n"
-        "run = record.Record(train.PRESETS['smollm2'], None, train.PROJECT, store, run_dir, None)\n"
+        "run = record.Record(train.PRESETS['smollm2'], 1, None, train.PROJECT, store, run_dir, None)\n"
         "with console.Console(run_dir / 'train.log') as screen, engine.bounded_start(screen, run, seconds=1):\n"
         "    time.sleep(60)\n"
     )

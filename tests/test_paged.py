@@ -21,6 +21,7 @@ import budget
 import models
 import paged
 import plain
+from parallel import World
 from trainer import make_ready
 
 CONFIG = train.Config(
@@ -154,7 +155,7 @@ def test_what_is_trained_stays_in_32_bits(model):
 def test_the_adapter_is_in_32_bits_after_trl_has_cast_it(model, backend):
     """As TRL 1.15.0 casts it where the base is quantized; the base stays as it is."""
     model.to(torch.bfloat16)
-    make_ready(dataclasses.replace(CONFIG, backend=backend), SimpleNamespace(model=model), gpu=None)
+    make_ready(dataclasses.replace(CONFIG, backend=backend), SimpleNamespace(model=model), gpu=None, world=World())
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
 

@@ -236,21 +236,6 @@ def series(done, name):
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    import models
-
-    folder = tmp_path_factory.mktemp("tiny")
-    tokenizer = AutoTokenizer.from_pretrained(models.embedded_folder())
-    tokenizer.save_pretrained(folder)
-    torch.manual_seed(0)
-    shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
-    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=4096, **shape)).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
 def flags(tiny):
     return ["--preset", "smollm2", "--model", tiny, "--task", TASK, "--max-steps", 6, "--train-problems", 10,
             "--num-generations", 4, "--per-device-train-batch-size", 4, "--max-completion-length", 8, "--eval-problems", 0,
