@@ -264,28 +264,6 @@ def find() -> World:
     return World(int(rank), int(size))
 
 
-def give_up(world: World, run, run_dir: Path, console, go_on) -> None:
-    """End this process, a while after a signal: it waits for one that is gone, or is in the midst of a long step.
-
-    The launcher kills ten seconds later, so a slow store has four. `go_on` returns the command to go on with.
-    """
-    try:
-        why = world.what_others_said(run_dir, None)
-        if world.is_main:
-            slow = f"stopped in {console.doing}, which takes longer than a launcher waits"
-            console.say(f"failed in {console.doing}: {why}" if why else slow)
-            console.say(go_on())
-            if why:
-                run.failure(why, str(why))
-            hurry = threading.Timer(4, run.journal.given_up.set)
-            hurry.daemon = True
-            hurry.start()
-        if missing := run.end("FAILED" if why else "KILLED", console.say):
-            console.say(missing)
-    finally:
-        os._exit(1)
-
-
 def cards(world: World) -> list[tuple]:
     """For each process what gpu.find_gpu says: its card, or None for all, which then train on the CPU. Refuses fewer cards than
     processes.

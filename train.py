@@ -13,10 +13,8 @@
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Literal
@@ -26,15 +24,14 @@ import budget
 import checkpoints
 import checks
 import command_line
+import ending
 import engine
 import models
-import out_of_memory
 import parallel
 import record
 import roofline
-from console import Console, open_closed_streams
+from console import open_closed_streams
 from data import build_dataset, can_think, drop_long_prompts, in_order
-from gpu import PeakMemory
 from stopping import Stop, Stopped
 from trainer import grpo_arguments, make_ready, trainer_class
 
@@ -301,57 +298,8 @@ def main(arguments: list[str] | None = None) -> None:
     store = record.connect(PROJECT, config.experiment) if world.is_main else ""
     run_dir = Path(config.output_dir) / f"{config.run_name}-{world.stamp()}"
     world.make(run_dir)
-    run, missing, status, code = None, None, "FAILED", 1
-    peak = PeakMemory(gpu) if gpu else None
-    go_on = functools.partial(checkpoints.how_to_go_on, config, world.size, run_dir, PROJECT, origin)
-    with Stop(launched=world.size > 1) as stop, Console(run_dir / world.log, heard=world.is_main) as console:
-        stop.screen = console.kept[0] if world.is_main else console.screen.fileno()
-        try:
-            if world.is_main:
-                run = record.Record(config, world.size, gpu, PROJECT, store, run_dir, origin)
-            else:
-                run = parallel.Unrecorded(world, run_dir, console, stop)
-            stop.give_up = lambda: parallel.give_up(world, run, run_dir, console, go_on)
-            train(config, world, gpu, task, train_set, held_out, run_dir, console, run, peak, stop, origin)
-            status, code = "FINISHED", 0
-        except BaseException as error:
-            stop.leave()
-            if run is None:  # nothing is on record, so nothing stays
-                if world.is_main:
-                    shutil.rmtree(run_dir)
-                raise
-            console.log_failure(error)
-            if why := world.what_others_said(run_dir, error):
-                error = why
-            if isinstance(error, Stopped):
-                status, code = "KILLED", 0 if stop.agreed and not world.is_main else 128 + error.signum
-                console.say(f"stopped by {error}")
-            else:
-                memory = out_of_memory.measure(gpu, peak, run.kv_cache_gib, config.vllm_enable_sleep_mode)
-                explanation = str(why or out_of_memory.what_failed(error, config, console.doing, memory))
-                run.failure(error, explanation)
-                if isinstance(error, checks.Refused) and not stop.began:
-                    raise
-                console.say(f"failed in {console.doing}: {explanation}\nthe whole story: {console.log}")
-        finally:
-            stop.leave()
-            if run:
-                missing = run.end(status, console.say, stop)
-            if peak:
-                peak.stop()
-            if status != "FAILED" or world.size == 1:
-                engine.leave_process_group()
-        if status != "FINISHED" and world.is_main:
-            console.say(go_on())
-        if world.is_main:
-            console.say(f"curves: {record.how_to_open(store, PROJECT)}, experiment {config.experiment}, run {run.run_id}")
-        if missing:
-            console.say(missing)
-            code = code or 3
-    if status == "FAILED" and world.size > 1:
-        os._exit(code)  # others may be gone, whom leaving the group would wait for
-    if code:
-        sys.exit(code)
+    with ending.one_run(config, world, gpu, PROJECT, store, run_dir, origin) as (stop, console, run, peak):
+        train(config, world, gpu, task, train_set, held_out, run_dir, console, run, peak, stop, origin)
 
 
 def train(config: Config, world, gpu, task, train_set, held_out, run_dir: Path, console, run, peak, stop: Stop, origin) -> None:
