@@ -258,7 +258,7 @@ def find() -> World:
         if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() in ("1", "true"):
             raise Refused(f"ACCELERATE_USE_{name}: each process holds the whole model; accelerate launch --multi_gpu")
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        raise Refused("--max-restarts: a launch is one run; what has failed is gone on with by the command that it prints")
+        raise Refused("--max-restarts: leave it away; a run that failed prints the command that goes on with it")
     if local != size:
         raise Refused(f"{size} processes, {local} of them here: a run has the cards of one host; --nnodes 1")
     return World(int(rank), int(size))

@@ -29,8 +29,8 @@ class Stop:
     terminal and `timeout` reach the script and uv, which passes it on. A signal that was ignored when the script was started
     (nohup, a job in the background) stays so.
 
-    A `launched` process is sent SIGTERM also when another has ended, and killed half a minute later. The first signal then says
-    and hurries nothing by itself, but PATIENCE later `give_up` is called from a thread of its own: the main thread may wait for
+    A `launched` process is sent SIGTERM also when another has ended, and killed half a minute later. The first signal then
+    hurries nothing by itself, but PATIENCE later `give_up` is called from a thread of its own: the main thread may wait for
     the one that is gone, in a library that lets it hear nothing. Where the main thread is `leave`-ing, it is `hurry`.
     """
 
@@ -79,6 +79,8 @@ class Stop:
                 except TimeoutError:
                     if os.getppid() != launcher:  # killed: nobody else ends this process then
                         os.kill(os.getpid(), signal.SIGTERM)
+        if not self.over.wait(0.5) and self.finishes_step and not self.leaving:  # sent for itself, and not for another's end
+            self.say_what_it_waits_for(self.asked or heard[0])
         if self.over.wait(PATIENCE):
             return
         if self.give_up and self.last_word.acquire(blocking=False):
@@ -108,12 +110,13 @@ class Stop:
         self.asked = self.asked or signum
         if again or not self.finishes_step:
             raise Stopped(self.asked)
-        if self.launched:
-            return
+        if not self.launched:
+            self.say_what_it_waits_for(signum)
+
+    def say_what_it_waits_for(self, signum: int):
+        text = f"{NAMES[signum]}: stopping once {self.waits_for} is done; once more stops at once\n"
         with contextlib.suppress(OSError):  # not print: the signal may have come in the middle of one
-            os.write(
-                self.screen, f"{NAMES[signum]}: stopping once {self.waits_for} is done; once more stops at once\n".encode()
-            )
+            os.write(self.screen, text.encode())
 
     @contextlib.contextmanager
     def training(self, steps_per_rollout: int = 1):

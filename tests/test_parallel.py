@@ -73,7 +73,7 @@ def test_a_launcher_with_one_process_is_none(environment):
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE 2 with RANK (none): these are a launcher's, and not all there"),
         ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_PORT": "1"}, "WORLD_SIZE 2 with RANK 2"),
         ({"WORLD_SIZE": "two", "RANK": "0", "MASTER_PORT": "1"}, "WORLD_SIZE two with RANK 0"),
-        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1", "TORCHELASTIC_MAX_RESTARTS": "2"}, "--max-restarts: a launch is"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1", "TORCHELASTIC_MAX_RESTARTS": "2"}, "--max-restarts: leave it"),
         ({"WORLD_SIZE": "4", "RANK": "0", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "2"}, "4 processes, 2 of them here"),
     ],
 )
@@ -148,6 +148,16 @@ def test_a_launchers_signal_hurries_nothing_at_first(monkeypatch, leaving):
         assert not done.wait(0.5)
         assert done.wait(20) and ended == ["hurry" if leaving else "give_up"]
     assert stop.asked == (None if leaving else signal.SIGTERM)
+
+
+def test_a_launchers_signal_is_said_where_no_other_has_ended(tmp_path):
+    with open(tmp_path / "screen", "w") as screen, Stop(launched=True) as stop, stop.training():
+        stop.screen = screen.fileno()
+        os.kill(os.getpid(), signal.SIGTERM)
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "screen").read_text() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert (tmp_path / "screen").read_text() == "SIGTERM: stopping once this step is done; once more stops at once\n"
 
 
 def test_a_signal_that_others_have_told_of_is_not_said_twice():
@@ -384,6 +394,7 @@ def test_sigterm_to_a_launcher(tmp_path, flags):
     launcher.wait(60)
     done = ended(tmp_path, launcher.returncode)
     assert done.said.count("stopped by SIGTERM") == 1 and "without a word" not in done.said
+    assert done.said.count("SIGTERM: stopping once this step is done") <= 1  # a step here is shorter than it takes to say so
     assert done.record.info.status == "KILLED"
     last = int(re.findall(r"step +(\d+)/10000", done.said)[-1])
     there = f"outputs/{done.run_dir.name}/checkpoints/checkpoint-{last}"
