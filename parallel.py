@@ -166,6 +166,8 @@ class World:
 
     def check_the_same(self, model) -> None:
         """Wait for all processes, and raise ComeApart where their adapters differ in a bit."""
+        if self.size == 1:
+            return
         import torch
 
         trained = [p.detach().float().contiguous().view(torch.int32) for p in model.parameters() if p.requires_grad]
