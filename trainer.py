@@ -43,7 +43,9 @@ def grpo_arguments(config, run_dir: Path, on_gpu: bool) -> dict:
     """TRL's arguments, every one that matters: Unsloth's defaults differ from TRL's, and on a GPU from those on a CPU.
 
     On a GPU Unsloth packs the completions of a batch into one pass. Where that is too much it goes back to mini batches, a
-    number of passes, which by itself follows from the whole card's free memory: here there is one completion in each.
+    number of passes, which by itself follows from the whole card's free memory: here there is one completion in each. It also
+    goes back where a packed log-prob differs from a row's by 0.7. They are of logits over the temperature, and differed by 0.12
+    at 1: below a temperature of 0.2 there is one pass for all, which the budget has room for.
     """
     same = """
         run_name num_generations per_device_train_batch_size gradient_accumulation_steps max_completion_length temperature top_p
@@ -60,7 +62,7 @@ def grpo_arguments(config, run_dir: Path, on_gpu: bool) -> dict:
             "transformers_continuous_batching_config": engine_arguments(config),
         }
     elif on_gpu and not config.plain:
-        by_backend = {"unsloth_grpo_mini_batch": config.per_device_train_batch_size}
+        by_backend = {"unsloth_grpo_mini_batch": config.per_device_train_batch_size if config.temperature >= 0.2 else 1}
     # Unsloth's own generate() captures CUDA graphs in each rollout, and torch keeps the memory of those that are gone
     leaves_graphs = on_gpu and config.backend == "unsloth"
     return dict(

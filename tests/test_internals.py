@@ -212,6 +212,13 @@ def test_a_pass_holds_one_completion_however_large_the_rollout(tmp_path):
         assert arguments["per_device_train_batch_size"] / arguments["unsloth_grpo_mini_batch"] == 1
 
 
+def test_a_cold_batch_that_is_not_packed_goes_through_in_one_pass(tmp_path):
+    """Log-probs over a temperature of 0.1 differ by more than Unsloth's limit for packing."""
+    for temperature, passes in ((1.0, 8), (0.2, 8), (0.1, 1)):
+        config = dataclasses.replace(PRESETS["qwen3-4b"], temperature=temperature)
+        assert grpo_arguments(config, tmp_path, on_gpu=True)["unsloth_grpo_mini_batch"] == passes
+
+
 def test_what_unsloths_decode_graphs_leave_is_given_back_once_a_rollout(tmp_path):
     """transformers empties torch's cache where the steps before divide by this: in the step that has generated."""
     config = PRESETS["qwen3-4b"]
