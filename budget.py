@@ -41,6 +41,7 @@ PLAIN_GENERATE_COPIES = 1.5
 PLAIN_BLOCKS = 2.5  # times the bytes in a block: norms in 32 bits, and an input of its own for each LoRA layer
 PLAIN_OTHER = 20 * 2**20
 PAGED_GRAPHS = round(0.25 * GIB)  # the pool of paged's CUDA graphs, beside what they read
+NCCL = round(0.36 * GIB)  # of several processes: its kernels, and the buffers of 4 channels (parallel.py)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,12 +151,16 @@ def plan(config, shape: Shape, usable_gib: float, card_gib: float | None = None)
         kv, kv_kind = (PLAIN_GENERATE_COPIES if config.plain else GENERATE_COPIES) * kv, "estimated"
         kv_now, of_kv = max(kv - training, 0), f"generate()'s, with copies, also in evaluations: {of_kv}"
 
+    of_context = "with libraries and kernels, as on an H200"
+    if config.processes > 1:
+        context, of_context = context + NCCL, f"{of_context}, and NCCL's {NCCL / GIB:.2f}"
+
     def line(key, title, size, kind, formula, counted=None):
         return Line(key, title, size / GIB, kind, formula, (size if counted is None else counted) / GIB)
 
     lines = (
         line("weights", "base weights", weights, "computed", of_weights),
-        line("context", "CUDA context", context, "estimated", "with libraries and kernels, as on an H200"),
+        line("context", "CUDA context", context, "estimated", of_context),
         line("lora", "LoRA adapter", 4 * lora + slots, "computed",
              f"{lora:,} parameters in 32 bits" + (", vLLM's slot in 16" if vllm else "")),
         line("gradients", "its gradients", 4 * lora, "computed", "as many, in 32 bits"),
@@ -517,7 +522,7 @@ def table(plan_: Plan) -> list[str]:
     return [*rows, f"{'total':20} {plan_.total_gib:8.2f}  of {plan_.usable_gib:.2f} GiB: {plan_.headroom_gib:.2f} left"]
 
 
-def answer(config, shape: Shape, card: Card, processes: int = 1) -> tuple[str, bool]:
+def answer(config, shape: Shape, card: Card) -> tuple[str, bool]:
     """All that budget.py says of a config on a card, or on one for each process, and whether it fits."""
     usable_gib = config.vram_limit_gib or card.vram_gib
     p = plan(config, shape, usable_gib, card.vram_gib)
@@ -561,10 +566,10 @@ def answer(config, shape: Shape, card: Card, processes: int = 1) -> tuple[str, b
         f"a step of answers of full length takes at least {decoding + (training or 0):.1f} s: {decoding:.1f} s of decoding, "
         f"{of_training}",
     ]
-    if processes > 1:
-        n, exchanged = processes, 4 * shape.lora_parameters(config.lora_r, config.target_modules)
+    if (n := config.processes) > 1:
+        exchanged = 4 * shape.lora_parameters(config.lora_r, config.target_modules)
         lines.append(
-            f"{n} processes, a card for each: this on each, {n * p.total_gib:.1f} GiB in all, NCCL's buffers not counted; "
+            f"{n} processes, a card for each: this on each, {n * p.total_gib:.1f} GiB in all; "
             f"{n * config.effective_batch} completions a step, for which each card sends and takes "
             f"{2 * (n - 1) / n * exchanged / 1e9:.2f} GB of gradients"
         )
@@ -610,7 +615,7 @@ def main(arguments: list[str]) -> int:
     check_limit(question, card.vram_gib)
     shape = shape_of(question.model)
     check_precision(question, shape, card.name, card.compute_capability)
-    text, fits = answer(question, shape, card, question.processes)
+    text, fits = answer(question, shape, card)
     print(text, flush=True)
     return 0 if fits else 1
 

@@ -79,7 +79,7 @@ def what_is_wrong(folder: Path) -> str | None:
 
     try:
         facts = json.loads((folder / FACTS).read_text()) if (folder / FACTS).is_file() else {}
-        processes = facts.get("processes", 1)
+        processes = facts.get("config", {}).get("processes", 1)
         states = ["rng_state.pth"] if processes == 1 else [f"rng_state_{i}.pth" for i in range(processes)]
         if missing := [part for part in (*PARTS, *states) if not (folder / part).is_file()]:
             return f"it lacks {', '.join(missing)}"
@@ -106,7 +106,7 @@ def read_facts(folder: Path) -> dict:
     return facts
 
 
-def facts_of_run(config, processes: int, run_id: str, run_dir: Path, origin: dict | None) -> dict:
+def facts_of_run(config, run_id: str, run_dir: Path, origin: dict | None) -> dict:
     """What each checkpoint of a run holds beside the trainer's files; the held-out points go on from those of `origin`."""
     earlier = origin or {"held_out": [], "best": None}
     if origin and {change.partition(": ")[0] for change in origin["changes"]} & set(PROBLEMS):
@@ -115,7 +115,6 @@ def facts_of_run(config, processes: int, run_id: str, run_dir: Path, origin: dic
         earlier = {**origin, "best": json.loads(newer.read_text())}  # it may have been written after the checkpoint
     return {
         "config": dataclasses.asdict(config),
-        "processes": processes,
         "task_file": digest(Path(config.task)),
         "run_id": run_id,
         "run_dir": str(run_dir.resolve()),
@@ -131,7 +130,7 @@ def config_of(folder: Path, default):
     return dataclasses.replace(default, **{k: v for k, v in read_facts(folder)["config"].items() if k in fields})
 
 
-def origin_of(config, processes: int = 1) -> dict:
+def origin_of(config) -> dict:
     """The facts of the checkpoint that `config` resumes from, with `changes`; refuses a change that it cannot bear."""
     origin = read_facts(Path(config.resume_from_checkpoint))
     folder, step, each = Path(config.resume_from_checkpoint), origin["step"], config.steps_per_rollout
@@ -152,10 +151,7 @@ def origin_of(config, processes: int = 1) -> dict:
         )
     if step < config.max_steps and within:
         raise Refused(f"{name}: {within}")
-    found = changes(origin, dataclasses.asdict(config), digest(Path(config.task)))
-    if (before := origin.get("processes", 1)) != processes:  # other problems in each step, and other random numbers
-        found.append(f"processes: {before} -> {processes}")
-    return {**origin, "changes": found}
+    return {**origin, "changes": changes(origin, dataclasses.asdict(config), digest(Path(config.task)))}
 
 
 def rollout_of(config: dict) -> int:
@@ -216,14 +212,14 @@ def delete_unfinished(run_dir: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def how_to_go_on(config, processes: int, run_dir: Path, project: Path, origin: dict | None) -> str:
+def how_to_go_on(config, run_dir: Path, project: Path, origin: dict | None) -> str:
     """The command that resumes from the last checkpoint of a run, or from the one that it went on from itself."""
     folder, flags = last(run_dir), ""
     if folder is None and origin:
         folder, flags = config.resume_from_checkpoint, as_flags(dataclasses.asdict(config), origin["config"])
     if folder is None:
         return "no checkpoint is there: the same command starts anew"
-    python = "python" if processes == 1 else f"torchrun --standalone --nproc-per-node {processes}"
+    python = "python" if config.processes == 1 else f"torchrun --standalone --nproc-per-node {config.processes}"
     command = f"uv run {python} train.py"
     try:
         here = Path.cwd()
@@ -239,6 +235,8 @@ def as_flags(config: dict, old: dict) -> str:
     words = []
     for name in differing(config, old):
         value = config[name]
+        if name == "processes":  # which the launcher says
+            continue
         if isinstance(value, bool):
             words.append(flag(name if value else f"no_{name}"))
         else:

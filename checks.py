@@ -64,7 +64,7 @@ def check_config(config) -> None:
     if config.eval_steps and not config.eval_problems:
         raise Refused(f"--eval-steps {config.eval_steps}: there is nothing to answer with --eval-problems 0; give it 64")
     check_batch(config)
-    check_problems(config, 1)
+    check_problems(config)
     if config.lora_r > 512:
         raise Refused(f"--lora-r {config.lora_r}: adapters of rank 512 are the largest that vLLM serves")
     if config.seed >= 2**32:
@@ -89,9 +89,9 @@ def check_config(config) -> None:
         raise Refused(f"--target-modules {wrong}: the layers that can have a LoRA are {' '.join(PROJECTIONS)}")
 
 
-def notes(config, processes: int = 1) -> list[str]:
+def notes(config) -> list[str]:
     """What runs, but may not be what is meant, each in a line; and what several processes do together."""
-    found, steps, rollout = [], config.max_steps, config.steps_per_rollout
+    found, steps, rollout, processes = [], config.max_steps, config.steps_per_rollout, config.processes
     if processes > 1:
         batch, problems = config.effective_batch * processes, config.prompts_per_rollout * processes
         found.append(f"{processes} processes: {batch} completions a step, {problems} problems a rollout, shared out in whole "
@@ -127,12 +127,12 @@ def check_machine(config, gpu) -> None:
         check_gpu(config, gpu)
 
 
-def check_problems(config, processes: int) -> None:
+def check_problems(config) -> None:
     """Refuse fewer problems than one rollout of all processes takes."""
-    of, problems = config.steps_per_generation, config.prompts_per_rollout * processes
+    of, problems = config.steps_per_generation, config.prompts_per_rollout * config.processes
     if config.train_problems < problems:
         of = f" (--steps-per-generation {of})" if of else ""
-        of += f" of {processes} processes" if processes > 1 else ""
+        of += f" of {config.processes} processes" if config.processes > 1 else ""
         raise Refused(
             f"--train-problems {config.train_problems}: one rollout{of} takes {problems} problems: at least that many"
         )

@@ -80,7 +80,7 @@ def drop_long_prompts(dataset, tokenizer, config, what: str, least: int, console
     return dataset.select(kept)
 
 
-def in_order(dataset, config, processes: int = 1):
+def in_order(dataset, config):
     """The rows as training meets them: epoch after epoch, each shuffled by the seed, enough for max_steps of all processes.
 
     TRL's own shuffling starts at the first epoch in every process, so that a run resumed in a later one would meet other
@@ -89,7 +89,7 @@ def in_order(dataset, config, processes: int = 1):
     import torch
 
     generator = torch.Generator().manual_seed(config.seed)
-    rollout = config.prompts_per_rollout * processes
+    rollout = config.prompts_per_rollout * config.processes
     whole = len(dataset) // rollout * rollout
     needed = math.ceil(config.max_steps / config.steps_per_rollout) * rollout
     order = []

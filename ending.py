@@ -28,12 +28,12 @@ def one_run(config, world, gpu, project: Path, store: str, run_dir: Path, origin
     """
     run, missing, status, code = None, None, "FAILED", 1
     peak = PeakMemory(gpu) if gpu else None
-    go_on = functools.partial(checkpoints.how_to_go_on, config, world.size, run_dir, project, origin)
+    go_on = functools.partial(checkpoints.how_to_go_on, config, run_dir, project, origin)
     with Stop(launched=world.size > 1) as stop, Console(run_dir / world.log, heard=world.is_main) as console:
         stop.screen = console.kept[0] if world.is_main else console.screen.fileno()
         try:
             if world.is_main:
-                run = record.Record(config, world.size, gpu, project, store, run_dir, origin)
+                run = record.Record(config, gpu, project, store, run_dir, origin)
             else:
                 run = parallel.Unrecorded(world, run_dir, console, stop)
             stop.give_up = lambda: give_up(world, run, run_dir, console, go_on)

@@ -84,9 +84,14 @@ class World:
         raise Refused(f"process 0 has not opened its record in {run_dir} within 120 s; all processes need one launcher")
 
     def environment(self, gpu) -> dict[str, str]:
-        """What shows this process its own card alone, as device 0, as `torchrun --virtual-local-rank` would."""
+        """What shows this process its own card alone, as device 0, as `torchrun --virtual-local-rank` would.
+
+        NCCL has 4 channels, unless the environment says otherwise: between two H200s by itself it takes 0.82 GiB for more of
+        them, instead of 0.42, and saves a millisecond of a step (0.13 GB of gradients in 0.5 instead of 1.8 ms).
+        """
         if gpu:
-            return {"CUDA_VISIBLE_DEVICES": gpu.cuda_name} | ({"LOCAL_RANK": "0"} if self.size > 1 else {})
+            several = {"LOCAL_RANK": "0", "NCCL_MAX_NCHANNELS": os.environ.get("NCCL_MAX_NCHANNELS", "4")}
+            return {"CUDA_VISIBLE_DEVICES": gpu.cuda_name} | (several if self.size > 1 else {})
         # "cpu:0", which accelerate would take for it, is no name that torch.load can restore an optimizer to
         return {"ACCELERATE_TORCH_DEVICE": "cpu"} if self.size > 1 else {}
 

@@ -114,7 +114,7 @@ def hide_credentials(uri: str) -> tuple[str, str]:
 class Record:
     """One MLflow run, opened here and closed by `end`. Its items go through the journal: none holds up a step."""
 
-    def __init__(self, config, processes: int, gpu, project: Path, store: str, run_dir: Path, origin: dict | None):
+    def __init__(self, config, gpu, project: Path, store: str, run_dir: Path, origin: dict | None):
         """Open the run, and write down what is known before the model loads.
 
         `origin` is what the checkpoint says of the run that is gone on with. Refuses a store that takes no artifact, which
@@ -132,15 +132,16 @@ class Record:
             "model_requested": config.model,
             "group": config.num_generations,
             "max_seq_length": config.max_seq_length,
-            "processes": processes,
-            "effective_batch": config.effective_batch * processes,
-            "prompts_per_rollout": config.prompts_per_rollout * processes,
+            "effective_batch": config.effective_batch * config.processes,
+            "prompts_per_rollout": config.prompts_per_rollout * config.processes,
             "steps_per_rollout": config.steps_per_rollout,
             "uv_lock": digest(project / "uv.lock") or "nolock",
             "task_file": digest(Path(config.task)),
             "driver": gpu.driver if gpu else "none",
             "precision": "bf16" if gpu else "fp32",
         }
+        if config.processes > 1:
+            params["learning_rate_rule"] = "as given, not scaled with processes"
         tags = {
             "git_commit": git_commit(project),
             "card": gpu.name if gpu else f"none ({platform.machine()}, {os.cpu_count()} cores)",

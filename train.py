@@ -19,6 +19,8 @@ import sys
 from pathlib import Path
 from typing import Literal
 
+import tyro
+
 import adapter
 import budget
 import checkpoints
@@ -187,6 +189,8 @@ class Config:
     """Checkpoints that are kept, the latest ones (None: all)."""
     sample_steps: int = 10
     """Steps between samples on the screen and in the record; 0 for none."""
+    processes: tyro.conf.Suppress[int] = 1
+    """Of a launcher, a card for each: no flag. All that is said per step or rollout below is of one of them."""
 
     @property
     def fast_inference(self) -> bool:
@@ -273,11 +277,11 @@ def main(arguments: list[str] | None = None) -> None:
     cards = parallel.cards(world)
     gpu, seen = cards[world.rank]
     config = command_line.parse(Config, PRESETS, sys.argv[1:] if arguments is None else arguments, gpu)
+    config = dataclasses.replace(config, processes=world.size)
     other = "smollm2 needs none" if config.preset != "smollm2" else "qwen3-4b needs one with 16 GB and driver 580 or newer"
     world.say(f"preset {config.preset}: {seen}; {other}")
     checks.check_config(config)
-    checks.check_problems(config, world.size)
-    for note in checks.notes(config, world.size):
+    for note in checks.notes(config):
         world.say(note)
     for card, _ in cards:
         checks.check_machine(config, card)
@@ -285,7 +289,7 @@ def main(arguments: list[str] | None = None) -> None:
     models.check_model(config.model, config.load_in)
     if plan := [engine.look_at(config, card) for card, _ in cards][0]:
         world.say("\n".join(budget.table(plan)))
-    origin = checkpoints.origin_of(config, world.size) if config.resume_from_checkpoint else None
+    origin = checkpoints.origin_of(config) if config.resume_from_checkpoint else None
 
     # data: prompts for training, problems that training never sees, and rewards that pass their own examples
     task = checks.load_task(config.task)
@@ -339,8 +343,8 @@ def train(config: Config, world, gpu, task, train_set, held_out, run_dir: Path, 
     console.doing = "loading the model"
     name = models.resolve_model(config.model, config.load_in, gpu is not None, config.plain)
     tokenizer = models.read_tokenizer(name)
-    drawn = len(train_set)
-    train_set = drop_long_prompts(train_set, tokenizer, config, "training", config.prompts_per_rollout * world.size, console)
+    drawn, needed = len(train_set), config.prompts_per_rollout * config.processes
+    train_set = drop_long_prompts(train_set, tokenizer, config, "training", needed, console)
     if held_out:
         held_out = drop_long_prompts(held_out, tokenizer, config, "held-out", 1, console)
     run.training_data(train_set, drawn - len(train_set), config.task)
@@ -362,7 +366,7 @@ def train(config: Config, world, gpu, task, train_set, held_out, run_dir: Path, 
     meter.loaded(model)
 
     # trainer: TRL's own, which Unsloth has patched to sample from the engine above
-    facts = checkpoints.facts_of_run(config, world.size, run.run_id, run_dir, origin)
+    facts = checkpoints.facts_of_run(config, run.run_id, run_dir, origin)
     evaluation = None
     if held_out and world.is_main:
         evaluation = HeldOut(config, task, model, tokenizer, held_out, run_dir, run, console, facts)
@@ -373,11 +377,11 @@ def train(config: Config, world, gpu, task, train_set, held_out, run_dir: Path, 
         processing_class=tokenizer,
         reward_funcs=[checks.strict(reward) for reward in task.REWARDS],
         args=GRPOConfig(**grpo_arguments(config, run_dir, on_gpu=gpu is not None)),
-        train_dataset=in_order(train_set, config, world.size),
+        train_dataset=in_order(train_set, config),
         callbacks=[progress],
     )
     make_ready(config, trainer, gpu, world)
-    phases.attach(trainer, world.size)
+    phases.attach(trainer, config.processes)
     if evaluation:
         evaluation.point = phases.timed("evaluation", evaluation.point)
     if config.backend == "paged":

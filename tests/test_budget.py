@@ -733,11 +733,17 @@ def ask(*arguments, cwd):
 
 
 def test_several_processes_are_planned_for():
-    text, fits = budget.answer(read_config([]), QWEN3_4B, CARDS["rtx-5080"], processes=4)
+    one = read_config([])
+    four = dataclasses.replace(one, processes=4)
+    text, fits = budget.answer(four, QWEN3_4B, CARDS["rtx-5080"])
     assert fits and text.splitlines()[-1] == (
-        "4 processes, a card for each: this on each, 56.0 GiB in all, NCCL's buffers not counted; 32 completions a step, for "
-        "which each card sends and takes 0.20 GB of gradients"  # 2 x 3/4 of 33,030,144 parameters of 4 bytes
+        "4 processes, a card for each: this on each, 57.5 GiB in all; 32 completions a step, for which each card sends and "
+        "takes 0.20 GB of gradients"  # 2 x 3/4 of 33,030,144 parameters of 4 bytes
     )
+    alone, together = (budget.plan(config, QWEN3_4B, 16) for config in (one, four))
+    assert together["context"].formula == "with libraries and kernels, as on an H200, and NCCL's 0.36"
+    for size in ("total_gib", "beside_torch_gib"):
+        assert getattr(together, size) - getattr(alone, size) == pytest.approx(0.36, abs=1e-3), size
     with pytest.raises(Refused, match="--processes 0: must be at least 1"):
         budget.main(["--processes", "0"])
 

@@ -462,7 +462,7 @@ def test_a_start_that_hangs_is_ended_and_recorded(tmp_path):
         "store = record.connect(train.PROJECT, 'p7-grpo')\n"
         "run_dir = pathlib.Path('run')\n"
         "run_dir.mkdir()\n"
-        "run = record.Record(train.PRESETS['smollm2'], 1, None, train.PROJECT, store, run_dir, None)\n"
+        "run = record.Record(train.PRESETS['smollm2'], None, train.PROJECT, store, run_dir, None)\n"
         "with console.Console(run_dir / 'train.log') as screen, engine.bounded_start(screen, run, seconds=1):\n"
         "    time.sleep(60)\n"
     )

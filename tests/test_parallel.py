@@ -4,6 +4,7 @@ Most are forked from a process that has imported the libraries once. What a laun
 """
 
 import contextlib
+import dataclasses
 import itertools
 import multiprocessing
 import os
@@ -121,14 +122,14 @@ def test_what_is_not_recorded_is_a_method_of_the_record(tmp_path):
 
 
 def test_what_several_processes_do_is_said_and_needs_problems():
-    config = script.PRESETS["smollm2"]
-    assert notes(config, 2) == [
+    config = dataclasses.replace(script.PRESETS["smollm2"], processes=2)
+    assert notes(config) == [
         "2 processes: 16 completions a step, 2 problems a rollout, shared out in whole groups; --learning-rate 0.0003 is not "
         "scaled with their number"
     ]
-    check_problems(config, 512)
+    check_problems(dataclasses.replace(config, processes=512))
     with pytest.raises(Refused, match="--train-problems 512: one rollout of 513 processes takes 513 problems"):
-        check_problems(config, 513)
+        check_problems(dataclasses.replace(config, processes=513))
 
 
 @pytest.mark.parametrize("leaving", [True, False])
