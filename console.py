@@ -39,6 +39,11 @@ class Console:
             os.close(kept)
         self.screen.close()
 
+    def speak_up(self) -> None:
+        """From here on be heard."""
+        self.unheard, screen = self.screen, os.dup(self.kept[0])
+        self.screen = os.fdopen(screen, "w", buffering=1, errors="backslashreplace")
+
     def log_failure(self, error: BaseException) -> None:
         """The traceback into the log; where its disk is full, nothing that the libraries print from now on can fail there."""
         try:

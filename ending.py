@@ -26,7 +26,7 @@ def one_run(config, world, gpu, project: Path, store: str, run_dir: Path, origin
     `peak` is gpu.PeakMemory, or None without a GPU; `run` a record.Record, or parallel.Unrecorded in all processes but one.
     Raises Refused where nothing has begun, and SystemExit with the code that README.md explains where it did not end well.
     """
-    run, missing, status, code = None, None, "FAILED", 1
+    run, missing, status, code, speaks = None, None, "FAILED", 1, world.is_main
     peak = PeakMemory(gpu) if gpu else None
     go_on = functools.partial(checkpoints.how_to_go_on, config, run_dir, project, origin)
     with Stop(launched=world.size > 1) as stop, Console(run_dir / world.log, heard=world.is_main) as console:
@@ -35,8 +35,9 @@ def one_run(config, world, gpu, project: Path, store: str, run_dir: Path, origin
             if world.is_main:
                 run = record.Record(config, gpu, project, store, run_dir, origin)
             else:
-                run = parallel.Unrecorded(world, run_dir, console, stop)
-            stop.give_up = lambda: give_up(world, run, run_dir, console, go_on)
+                run = parallel.Unrecorded(world, run_dir, project, console, stop)
+            stop.others_end = functools.partial(world.others_end, run_dir)
+            stop.give_up = functools.partial(give_up, world, run, run_dir, console, go_on)
             yield stop, console, run, peak
             status, code = "FINISHED", 0
         except BaseException as error:
@@ -48,6 +49,7 @@ def one_run(config, world, gpu, project: Path, store: str, run_dir: Path, origin
             console.log_failure(error)
             if why := world.what_others_said(run_dir, error):
                 error = why
+            speaks = speak_for_all(world, run_dir, console)
             if isinstance(error, Stopped):
                 status, code = "KILLED", 0 if stop.agreed and not world.is_main else 128 + error.signum
                 console.say(f"stopped by {error}")
@@ -66,7 +68,7 @@ def one_run(config, world, gpu, project: Path, store: str, run_dir: Path, origin
                 peak.stop()
             if status != "FAILED" or world.size == 1:
                 engine.leave_process_group()
-        if status != "FINISHED" and world.is_main:
+        if status != "FINISHED" and speaks:
             console.say(go_on())
         if world.is_main:
             console.say(f"curves: {record.how_to_open(store, project)}, experiment {config.experiment}, run {run.run_id}")
@@ -79,6 +81,14 @@ def one_run(config, world, gpu, project: Path, store: str, run_dir: Path, origin
         sys.exit(code)
 
 
+def speak_for_all(world, run_dir: Path, console) -> bool:
+    """Whether this process says how the run ended: the first one, or where that was killed, the next."""
+    speaks = world.speaks(run_dir)
+    if speaks and not world.is_main:
+        console.speak_up()
+    return speaks
+
+
 def give_up(world, run, run_dir: Path, console, go_on) -> None:
     """End this process, a while after a launcher's signal: it waits for one that is gone, or is in the midst of a long step.
 
@@ -86,12 +96,13 @@ def give_up(world, run, run_dir: Path, console, go_on) -> None:
     """
     try:
         why = world.what_others_said(run_dir, None)
-        if world.is_main:
+        if speak_for_all(world, run_dir, console):
             slow = f"stopped in {console.doing}, which takes longer than a launcher waits"
             console.say(f"failed in {console.doing}: {why}" if why else slow)
             console.say(go_on())
-            if why:
-                run.failure(why, str(why))
+        if why:
+            run.failure(why, str(why))
+        if world.is_main:
             hurry = threading.Timer(4, run.journal.given_up.set)
             hurry.daemon = True
             hurry.start()

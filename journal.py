@@ -148,6 +148,14 @@ def in_words(items: list[dict]) -> str:
     return ", ".join(part for part in dict.fromkeys(parts) if part != "status None")
 
 
+def died(folder: Path) -> bool:
+    """Whether a run's process has ended and nobody has said how."""
+    try:
+        return not any(item["kind"] == "status" for item in read(folder)[2])
+    except Refused:
+        return False
+
+
 def read(folder: Path) -> tuple[dict[str, set[int]], dict, list[dict]]:
     """A run's journal: the runs that it has become, each with the numbers of the items it holds; its head; its items.
 

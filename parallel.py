@@ -131,7 +131,16 @@ class World:
     def gone(self, run_dir: Path) -> list[int]:
         """The ranks whose processes have ended without a word."""
         pids = {rank: run_dir / f".process.{rank}" for rank in range(1, self.size)}
-        return [rank for rank, file in pids.items() if file.is_file() and not alive(int(file.read_text()))]
+        others = [rank for rank, file in pids.items() if file.is_file() and not alive(int(file.read_text()))]
+        return [0] + others if not self.is_main and journal.died(run_dir) else others
+
+    def speaks(self, run_dir: Path) -> bool:
+        """Whether this is the first one, or the first that is left, whose part it is then to end the record."""
+        if self.is_main:
+            return True
+        gone = self.gone(run_dir)
+        before = [rank for rank in range(1, self.rank) if (run_dir / f".process.{rank}").is_file()]
+        return 0 in gone and set(before) <= set(gone)
 
     def has_lost_another(self, error: BaseException) -> bool:
         """Whether an error says that another process was not there any more."""
@@ -187,16 +196,20 @@ class World:
         if self.size == 1 or not (error is None or stopped or self.has_lost_another(error)):
             return None
         for _ in range(20):  # it may still be writing
-            if told := sorted(run_dir.glob("failure.*.txt")):
-                story = told[0].read_text()
-                found = OtherFailed(story.partition("\n")[0])
-                found.add_note(story)
+            if (found := self.others_end(run_dir)) or stopped:
                 return found
-            if gone := self.gone(run_dir):
-                return OtherFailed(f"process {gone[0]} has ended without a word: killed, perhaps for memory")
-            if stopped:
-                return None
             time.sleep(0.1)
+        return None
+
+    def others_end(self, run_dir: Path) -> OtherFailed | None:
+        """How another process has failed, as far as can be seen now."""
+        if told := sorted(run_dir.glob("failure.*.txt")):
+            story = told[0].read_text()
+            found = OtherFailed(story.partition("\n")[0])
+            found.add_note(story)
+            return found
+        if gone := self.gone(run_dir):
+            return OtherFailed(f"process {gone[0]} has ended without a word: killed, perhaps for memory")
         return None
 
 
@@ -205,8 +218,8 @@ class Unrecorded:
 
     kv_cache_gib, run_id = 0.0, ""
 
-    def __init__(self, world: World, run_dir: Path, console, stop):
-        self.world, self.run_dir, self.console, self.stop = world, run_dir, console, stop
+    def __init__(self, world: World, run_dir: Path, project: Path, console, stop):
+        self.world, self.run_dir, self.project, self.console, self.stop = world, run_dir, project, console, stop
         aside, self.here = run_dir / f".pid.{world.rank}", run_dir / f".process.{world.rank}"
         aside.write_text(str(os.getpid()))
         aside.rename(self.here)
@@ -236,10 +249,17 @@ class Unrecorded:
         with contextlib.suppress(OSError):
             tell_launcher(said)
 
-    def end(self, status: str, say, stop=None) -> None:
-        """Sign off, so that nobody takes this process for a killed one."""
+    def end(self, status: str, say, stop=None) -> str | None:
+        """Sign off, so that nobody takes this process for a killed one, and close the record of a first one that was."""
+        missing = None
+        if self.world.speaks(self.run_dir):
+            try:
+                say(record.close_for_another(self.run_dir, self.project, str(self.world.others_end(self.run_dir))))
+            except (Refused, OSError) as error:
+                missing = f"NOT RECORDED: {error}.\nOnce the store answers: uv run python record.py {self.run_dir}"
         with contextlib.suppress(OSError):
             self.here.unlink(missing_ok=True)
+        return missing
 
 
 def refuse_a_launcher(program: str) -> None:

@@ -43,6 +43,7 @@ class Stop:
         self.leaving = False
         self.hurry = None
         self.launched, self.give_up = launched, None
+        self.others_end = lambda: None  # how another process has failed, or None
         self.over = threading.Event()
         self.last_word = threading.Lock()  # of the thread that ends the run
         self.screen = 2  # file descriptor
@@ -79,8 +80,11 @@ class Stop:
                 except TimeoutError:
                     if os.getppid() != launcher:  # killed: nobody else ends this process then
                         os.kill(os.getpid(), signal.SIGTERM)
-        if not self.over.wait(0.5) and self.finishes_step and not self.leaving:  # sent for itself, and not for another's end
-            self.say_what_it_waits_for(self.asked or heard[0])
+        if not self.over.wait(0.5) and self.finishes_step and not self.leaving:
+            if why := self.others_end():
+                self.say(f"{why}; this one ends within {PATIENCE:g} s")
+            else:
+                self.say_what_it_waits_for(self.asked or heard[0])
         if self.over.wait(PATIENCE):
             return
         if self.give_up and self.last_word.acquire(blocking=False):
@@ -114,9 +118,11 @@ class Stop:
             self.say_what_it_waits_for(signum)
 
     def say_what_it_waits_for(self, signum: int):
-        text = f"{NAMES[signum]}: stopping once {self.waits_for} is done; once more stops at once\n"
+        self.say(f"{NAMES[signum]}: stopping once {self.waits_for} is done; once more stops at once")
+
+    def say(self, text: str):
         with contextlib.suppress(OSError):  # not print: the signal may have come in the middle of one
-            os.write(self.screen, text.encode())
+            os.write(self.screen, f"{text}\n".encode())
 
     @contextlib.contextmanager
     def training(self, steps_per_rollout: int = 1):

@@ -115,7 +115,7 @@ def test_more_processes_than_cards(monkeypatch):
 
 
 def test_what_is_not_recorded_is_a_method_of_the_record(tmp_path):
-    silent = parallel.Unrecorded(parallel.World(1, 2), tmp_path, None, None)
+    silent = parallel.Unrecorded(parallel.World(1, 2), tmp_path, script.PROJECT, None, None)
     silent.metrics({"loss": 1.0}, 3)
     with pytest.raises(AttributeError, match="metricks"):
         silent.metricks({})
@@ -151,14 +151,21 @@ def test_a_launchers_signal_hurries_nothing_at_first(monkeypatch, leaving):
     assert stop.asked == (None if leaving else signal.SIGTERM)
 
 
-def test_a_launchers_signal_is_said_where_no_other_has_ended(tmp_path):
+@pytest.mark.parametrize(
+    "others_end, said",
+    [
+        (None, "SIGTERM: stopping once this step is done; once more stops at once"),
+        ("process 1 has ended without a word", "process 1 has ended without a word; this one ends within 20 s"),
+    ],
+)
+def test_a_launchers_signal_is_said_with_its_reason(tmp_path, others_end, said):
     with open(tmp_path / "screen", "w") as screen, Stop(launched=True) as stop, stop.training():
-        stop.screen = screen.fileno()
+        stop.screen, stop.others_end = screen.fileno(), lambda: others_end
         os.kill(os.getpid(), signal.SIGTERM)
         deadline = time.monotonic() + 20
         while not (tmp_path / "screen").read_text() and time.monotonic() < deadline:
             time.sleep(0.05)
-    assert (tmp_path / "screen").read_text() == "SIGTERM: stopping once this step is done; once more stops at once\n"
+    assert (tmp_path / "screen").read_text() == f"{said}\n"
 
 
 def test_a_signal_that_others_have_told_of_is_not_said_twice():
@@ -365,6 +372,17 @@ def test_a_process_that_is_killed(launch, flags):
     assert done.code == [1, -signal.SIGKILL]
     assert "failed in training, step 5: process 1 has ended without a word" in done.said
     assert done.record.info.status == "FAILED" and (done.run_dir / "final-adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_the_first_process_is_killed(launch, flags):
+    """The next one says so, and closes the record."""
+    done = launch(*flags, AT=5, DO="SIGKILL", ONLY=0)
+    assert done.code == [-signal.SIGKILL, 1]
+    said = "process 0 has ended without a word: killed, perhaps for memory"
+    assert f"failed in training, step 5: {said}" in (done.folder / "screen.1").read_text(), done.said
+    assert "--nproc-per-node 2" in done.said and "checkpoint-3" in done.said
+    assert done.record.info.status == "FAILED" and done.record.data.tags["error"] == said
+    assert sorted(series(done, "reward")) == [1, 2, 3, 4]
 
 
 def test_a_reward_that_is_no_number_in_one_process(launch, flags):
