@@ -1,9 +1,11 @@
 """What only a GPU can show. CI has none: run `uv run pytest -m gpu` on a machine with a card."""
 
 import os
+import signal
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -171,3 +173,81 @@ def test_without_unsloth_a_4_bit_model_trains_as_planned(backend, tmp_path):
     for line in ("weights", "lora", "gradients", "optimizer"):
         assert metrics[f"vram/{line}_gib"] == pytest.approx(metrics[f"vram_predicted/{line}_gib"], rel=0.03), line
     assert 0.8 < metrics["vram/total_gib"] / metrics["vram_predicted/total_gib"] < 1.05
+
+
+# two cards
+
+
+@pytest.fixture
+def two_cards(empty_card):
+    second = find_gpu(1)[0]
+    if second is None or second.used_gib() > 1:
+        pytest.skip("needs two cards that nobody else uses")
+
+
+def launch(folder, *arguments):
+    """Start the small model on two cards, which share nothing but the gradients; returns torchrun's process."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "train.py")]
+    env = {**os.environ, "MLFLOW_TRACKING_URI": f"sqlite:///{folder / 'mlflow.db'}"}
+    with open(folder / "screen", "w") as screen:
+        return subprocess.Popen([*command, "--preset", "smollm2", "--vram-limit-gib", "10", *map(str, arguments)], cwd=folder,
+                                stdout=screen, stderr=screen, env=env, start_new_session=True)  # fmt: skip
+
+
+def wait_for(text, folder, launcher, seconds=300):
+    deadline = time.monotonic() + seconds
+    while text not in (said := (folder / "screen").read_text()):
+        assert launcher.poll() is None and time.monotonic() < deadline, said
+        time.sleep(0.2)
+
+
+@pytest.mark.usefixtures("two_cards")
+def test_two_cards_train_one_adapter(tmp_path):
+    """Each has an engine of its own, which samples from the adapter that both have made, within the memory of one."""
+    correction = "--vllm-importance-sampling-correction"  # for the figure that it logs
+    launcher = launch(tmp_path, "--max-steps", 12, "--eval-problems", 16, "--beta", 0.02, correction)
+    assert launcher.wait(400) == 0, (tmp_path / "screen").read_text()
+    client, run = latest(tmp_path)
+    metrics, params = run.data.metrics, run.data.params
+    assert run.info.status == "FINISHED" and params["processes"] == "2" and params["effective_batch"] == "16"
+    apart = client.get_metric_history(run.info.run_id, "sampling/sampling_logp_difference/mean")
+    assert len(apart) == 12 and max(m.value for m in apart) < 0.05
+    assert metrics["kl"] > 1e-3 and metrics["adapter_largest_b"] > 1e-4
+    for rank in (0, 1):
+        assert metrics[f"process/{rank}/vram_peak_gib"] < 1.05 * metrics["vram_predicted/total_gib"] < 10
+        assert metrics[f"process/{rank}/tokens_per_second"] > 0
+    assert metrics["process/0/tokens_per_second"] != metrics["process/1/tokens_per_second"]
+
+
+@pytest.mark.usefixtures("two_cards")
+def test_sigterm_on_two_cards_and_going_on(tmp_path):
+    launcher = launch(tmp_path, "--max-steps", 200, "--eval-problems", 0)
+    wait_for("step   3/200", tmp_path, launcher)
+    launcher.terminate()
+    launcher.wait(60)
+    client, first = latest(tmp_path)
+    said = (tmp_path / "screen").read_text()
+    assert first.info.status == "KILLED" and said.count("stopped by SIGTERM") == 1, said
+    (checkpoint,) = tmp_path.glob("outputs/*/checkpoints/*")
+    step = int(checkpoint.name.split("-")[1])
+    launcher = launch(tmp_path, "--resume-from-checkpoint", "last", "--max-steps", step + 3)
+    assert launcher.wait(300) == 0, (tmp_path / "screen").read_text()
+    client, second = latest(tmp_path)
+    assert second.info.status == "FINISHED" and second.data.tags["resumed_from_run"] == first.info.run_id
+    assert [m.step for m in client.get_metric_history(second.info.run_id, "reward")] == [step + 1, step + 2, step + 3]
+
+
+@pytest.mark.usefixtures("two_cards")
+def test_a_process_that_is_killed_takes_the_other_card_down(tmp_path):
+    """Also where the first one waits for it within NCCL, which does not notice."""
+    launcher = launch(tmp_path, "--max-steps", 200, "--eval-problems", 0, "--save-steps", 2)
+    wait_for("step   5/200", tmp_path, launcher)
+    (second,) = tmp_path.glob("outputs/*/.process.1")
+    os.kill(int(second.read_text()), signal.SIGKILL)
+    assert launcher.wait(60) == 1
+    said = (tmp_path / "screen").read_text()
+    assert "process 1 has ended without a word: killed, perhaps for memory" in said, said
+    client, run = latest(tmp_path)
+    assert run.info.status == "FAILED" and "NOT RECORDED" not in said
+    steps = sorted(int(folder.name.split("-")[1]) for folder in tmp_path.glob("outputs/*/checkpoints/*"))
+    assert len(steps) == 2 and f"outputs/{second.parent.name}/checkpoints/checkpoint-{steps[1]}" in said
