@@ -41,7 +41,7 @@ PLAIN_GENERATE_COPIES = 1.5
 PLAIN_BLOCKS = 2.5  # times the bytes in a block: norms in 32 bits, and an input of its own for each LoRA layer
 PLAIN_OTHER = 20 * 2**20
 PAGED_GRAPHS = round(0.25 * GIB)  # the pool of paged's CUDA graphs, beside what they read
-NCCL = round(0.36 * GIB)  # of several processes: its kernels, and the buffers of 4 channels (parallel.py)
+NCCL = round(0.36 * GIB)  # of several processes: kernels, and buffers of 4 channels (parallel.py), between two H200s
 
 
 @dataclasses.dataclass(frozen=True)

@@ -101,7 +101,8 @@ def read_facts(folder: Path) -> dict:
         facts["config"]["load_in"] = "4bit" if facts["config"].pop("load_in_4bit") else "16bit"
     if "fast_inference" in facts["config"]:  # or backend
         facts["config"]["backend"] = "vllm" if facts["config"].pop("fast_inference") else "unsloth"
-    for name, value in (("steps_per_generation", None), ("lean_decode", False)):  # as it was before there were these
+    # as it was before there were these
+    for name, value in (("steps_per_generation", None), ("lean_decode", False), ("processes", 1)):
         facts["config"].setdefault(name, value)
     return facts
 

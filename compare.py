@@ -232,7 +232,7 @@ def flags_of(name: str) -> list[str]:
         field = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
         if not flag.startswith("-"):
             continue
-        if field not in train.Config.__dataclass_fields__:
+        if field not in train.Config.__dataclass_fields__ or field == "processes":
             raise checks.Refused(f"--backends {name!r}: train.py has no flag {word}; uv run python train.py --help lists all")
         if flag in OWN or field not in FREE:
             raise checks.Refused(f"--backends {name!r}: {word} would make it another training; after -- it is for all of them")
@@ -549,7 +549,8 @@ def not_comparable(reference: Run, candidate: Run) -> list[str]:
             found.append(f"{run.name} ({run.run_id}) is {run.status}" + (f": {run.error}" if run.error else ""))
     names = {field.name for field in dataclasses.fields(train.Config)} - FREE
     for name in sorted(names):
-        own, other = reference.params.get(name), candidate.params.get(name)
+        default = "1" if name == "processes" else None  # of runs from before it was one
+        own, other = reference.params.get(name, default), candidate.params.get(name, default)
         if own != other and (name in reference.params or name in candidate.params):
             found.append(f"--{name.replace('_', '-')} {own} and {other}")
     return found

@@ -40,9 +40,8 @@ class Console:
         self.screen.close()
 
     def speak_up(self) -> None:
-        """From here on be heard."""
-        self.unheard, screen = self.screen, os.dup(self.kept[0])
-        self.screen = os.fdopen(screen, "w", buffering=1, errors="backslashreplace")
+        """From here on be heard, also by whoever writes to the screen's file descriptor."""
+        os.dup2(self.kept[0], self.screen.fileno())
 
     def log_failure(self, error: BaseException) -> None:
         """The traceback into the log; where its disk is full, nothing that the libraries print from now on can fail there."""

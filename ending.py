@@ -36,7 +36,8 @@ def one_run(config, world, gpu, project: Path, store: str, run_dir: Path, origin
                 run = record.Record(config, gpu, project, store, run_dir, origin)
             else:
                 run = parallel.Unrecorded(world, run_dir, project, console, stop)
-            stop.others_end = functools.partial(world.others_end, run_dir)
+            world.sign_on(run_dir)
+            stop.others_failure = functools.partial(others_failure, world, run_dir, console)
             stop.give_up = functools.partial(give_up, world, run, run_dir, console, go_on)
             yield stop, console, run, peak
             status, code = "FINISHED", 0
@@ -49,7 +50,7 @@ def one_run(config, world, gpu, project: Path, store: str, run_dir: Path, origin
             console.log_failure(error)
             if why := world.what_others_said(run_dir, error):
                 error = why
-            speaks = speak_for_all(world, run_dir, console)
+            speaks = speak_for_all(world, run, run_dir, console)
             if isinstance(error, Stopped):
                 status, code = "KILLED", 0 if stop.agreed and not world.is_main else 128 + error.signum
                 console.say(f"stopped by {error}")
@@ -64,6 +65,7 @@ def one_run(config, world, gpu, project: Path, store: str, run_dir: Path, origin
             stop.leave()
             if run:
                 missing = run.end(status, console.say, stop)
+                world.sign_off(run_dir)
             if peak:
                 peak.stop()
             if status != "FAILED" or world.size == 1:
@@ -81,12 +83,21 @@ def one_run(config, world, gpu, project: Path, store: str, run_dir: Path, origin
         sys.exit(code)
 
 
-def speak_for_all(world, run_dir: Path, console) -> bool:
-    """Whether this process says how the run ended: the first one, or where that was killed, the next."""
-    speaks = world.speaks(run_dir)
-    if speaks and not world.is_main:
+def speak_for_all(world, run, run_dir: Path, console) -> bool:
+    """Whether this process says how the run ended, and records it: the first one, or where that was killed, the next."""
+    if world.is_main:
+        return True
+    run.speaks = world.speaks(run_dir)
+    if run.speaks:
         console.speak_up()
-    return speaks
+    return run.speaks
+
+
+def others_failure(world, run_dir: Path, console):
+    """How another process has failed, or None; where it was the first one, the next is heard from here on."""
+    if not world.is_main and world.speaks(run_dir):
+        console.speak_up()
+    return world.others_failure(run_dir)
 
 
 def give_up(world, run, run_dir: Path, console, go_on) -> None:
@@ -96,7 +107,7 @@ def give_up(world, run, run_dir: Path, console, go_on) -> None:
     """
     try:
         why = world.what_others_said(run_dir, None)
-        if speak_for_all(world, run_dir, console):
+        if speak_for_all(world, run, run_dir, console):
             slow = f"stopped in {console.doing}, which takes longer than a launcher waits"
             console.say(f"failed in {console.doing}: {why}" if why else slow)
             console.say(go_on())
@@ -108,5 +119,6 @@ def give_up(world, run, run_dir: Path, console, go_on) -> None:
             hurry.start()
         if missing := run.end("FAILED" if why else "KILLED", console.say):
             console.say(missing)
+        world.sign_off(run_dir)
     finally:
         os._exit(1)

@@ -148,12 +148,34 @@ def in_words(items: list[dict]) -> str:
     return ", ".join(part for part in dict.fromkeys(parts) if part != "status None")
 
 
-def died(folder: Path) -> bool:
-    """Whether a run's process has ended and nobody has said how."""
-    try:
-        return not any(item["kind"] == "status" for item in read(folder)[2])
-    except Refused:
-        return False
+def end_for_another(folder: Path, error: str, story: str) -> None:
+    """Write down that a run whose process has died FAILED, unless it says already how it ended. Raises OSError.
+
+    The file's last line may have been cut off, and lines that the disk had no room for may have been sent.
+    """
+    with open(folder / FILE, "a+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        file.seek(0)
+        lines = parsed(file)
+        if any(line.get("kind") == "status" for line in lines):
+            return
+        after = 1 + max((line.get("n", line.get("sent", -1)) for line in lines), default=-1)
+        items = [
+            {"kind": "tags", "values": {"error": error}},
+            {"kind": "text", "text": story, "file": "failure.txt"},
+            {"kind": "status", "status": "FAILED"},
+        ]
+        for n, item in enumerate(items, after):
+            file.write("\n" + json.dumps({"n": n, "time": int(time.time() * 1000), **item}) + "\n")
+
+
+def parsed(lines) -> list[dict]:
+    """The lines that are whole: a full disk, and a kill, cut them off."""
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return found
 
 
 def read(folder: Path) -> tuple[dict[str, set[int]], dict, list[dict]]:
@@ -170,16 +192,11 @@ def read(folder: Path) -> tuple[dict[str, set[int]], dict, list[dict]]:
             fcntl.flock(lines, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Refused(f"{folder}: this run still goes on, and sends by itself") from None
-        parsed = []
-        for line in lines:
-            try:
-                parsed.append(json.loads(line))
-            except ValueError:  # cut off by a full disk
-                continue
-    if not parsed or "run_name" not in parsed[0]:
+        found = parsed(lines)
+    if not found or "run_name" not in found[0]:
         raise Refused(f"{file}: its first line names no run; it was not written by this lab, or is not whole")
-    runs = {parsed[0]["run_id"]: set()}
-    for line in parsed:
+    runs = {found[0]["run_id"]: set()}
+    for line in found:
         if "sent" in line:
-            runs.setdefault(line.get("run_id", parsed[0]["run_id"]), set()).add(line["sent"])
-    return runs, parsed[0], [line for line in parsed if "kind" in line]
+            runs.setdefault(line.get("run_id", found[0]["run_id"]), set()).add(line["sent"])
+    return runs, found[0], [line for line in found if "kind" in line]

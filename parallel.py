@@ -29,6 +29,7 @@ from stopping import Stopped
 # what torchrun and accelerate launch set; with TORCHELASTIC_RUN_ID alone Unsloth takes a process for one of several
 LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID",
              "TORCHELASTIC_USE_AGENT_STORE")  # fmt: skip
+SENDING = 6  # seconds, of the ten between stopping.PATIENCE and a launcher's SIGKILL
 WAIT = timedelta(hours=2)  # for each other, as in an evaluation of the first one; gloo notices at once one that dies, NCCL not
 LOST = re.compile("closed by peer|reset by peer|Broken pipe|remote process exited")  # gloo's words, and NCCL's
 
@@ -128,19 +129,29 @@ class World:
         """For all to come here."""
         self.gather([0])
 
-    def gone(self, run_dir: Path) -> list[int]:
-        """The ranks whose processes have ended without a word."""
-        pids = {rank: run_dir / f".process.{rank}" for rank in range(1, self.size)}
-        others = [rank for rank, file in pids.items() if file.is_file() and not alive(int(file.read_text()))]
-        return [0] + others if not self.is_main and journal.died(run_dir) else others
+    def sign_on(self, run_dir: Path) -> None:
+        """Leave this process's id, for the others to see whether it lives."""
+        if self.size > 1:
+            aside = run_dir / f".pid.{self.rank}"
+            aside.write_text(str(os.getpid()))
+            aside.rename(run_dir / f".process.{self.rank}")
+
+    def sign_off(self, run_dir: Path) -> None:
+        """So that nobody takes this process for a killed one."""
+        (run_dir / f".process.{self.rank}").unlink(missing_ok=True)
+
+    def there(self, run_dir: Path) -> dict[int, bool]:
+        """The ranks that have signed on and not off, each with whether its process lives."""
+        found = {}
+        for rank in range(self.size):
+            with contextlib.suppress(FileNotFoundError):
+                found[rank] = alive(int((run_dir / f".process.{rank}").read_text()))
+        return found
 
     def speaks(self, run_dir: Path) -> bool:
-        """Whether this is the first one, or the first that is left, whose part it is then to end the record."""
-        if self.is_main:
-            return True
-        gone = self.gone(run_dir)
-        before = [rank for rank in range(1, self.rank) if (run_dir / f".process.{rank}").is_file()]
-        return 0 in gone and set(before) <= set(gone)
+        """Whether it is this one's part to end the record: the first one's, or where that was killed, the next one's."""
+        there = self.there(run_dir)
+        return self.is_main or there.get(0) is False and not any(there.get(rank) for rank in range(self.rank))
 
     def has_lost_another(self, error: BaseException) -> bool:
         """Whether an error says that another process was not there any more."""
@@ -196,33 +207,35 @@ class World:
         if self.size == 1 or not (error is None or stopped or self.has_lost_another(error)):
             return None
         for _ in range(20):  # it may still be writing
-            if (found := self.others_end(run_dir)) or stopped:
+            if (found := self.others_failure(run_dir)) or stopped:
                 return found
             time.sleep(0.1)
         return None
 
-    def others_end(self, run_dir: Path) -> OtherFailed | None:
+    def others_failure(self, run_dir: Path) -> OtherFailed | None:
         """How another process has failed, as far as can be seen now."""
         if told := sorted(run_dir.glob("failure.*.txt")):
             story = told[0].read_text()
             found = OtherFailed(story.partition("\n")[0])
             found.add_note(story)
             return found
-        if gone := self.gone(run_dir):
-            return OtherFailed(f"process {gone[0]} has ended without a word: killed, perhaps for memory")
+        for rank, lives in self.there(run_dir).items():
+            if not lives:
+                return OtherFailed(f"process {rank} has ended without a word: killed, perhaps for memory")
         return None
 
 
 class Unrecorded:
-    """In place of a record.Record in all processes but the first: it keeps nothing but how this one ended."""
+    """In place of a record.Record in all processes but the first: it keeps nothing but how this one ended.
 
-    kv_cache_gib, run_id = 0.0, ""
+    Where the first one was killed and this one `speaks`, it also ends the record.
+    """
+
+    kv_cache_gib, run_id, speaks = 0.0, "", False
 
     def __init__(self, world: World, run_dir: Path, project: Path, console, stop):
         self.world, self.run_dir, self.project, self.console, self.stop = world, run_dir, project, console, stop
-        aside, self.here = run_dir / f".pid.{world.rank}", run_dir / f".process.{world.rank}"
-        aside.write_text(str(os.getpid()))
-        aside.rename(self.here)
+        self.others = "process 0 has ended without a word"
 
     def __getattr__(self, name):
         if not callable(getattr(record.Record, name, None)):
@@ -235,6 +248,8 @@ class Unrecorded:
 
     def failure(self, error: BaseException, explained: str) -> None:
         """Say and write down what happened in here, for the first process and the launcher, unless that was another's end."""
+        if isinstance(error, OtherFailed):
+            self.others = explained
         if self.world.has_lost_another(error) or isinstance(error, OtherFailed):
             return
         said = f"process {self.world.rank} failed in {self.console.doing}: {one_line(explained or str(error))}"
@@ -250,16 +265,28 @@ class Unrecorded:
             tell_launcher(said)
 
     def end(self, status: str, say, stop=None) -> str | None:
-        """Sign off, so that nobody takes this process for a killed one, and close the record of a first one that was."""
-        missing = None
-        if self.world.speaks(self.run_dir):
+        """Where this one speaks, write down that the run FAILED, and send what the first one has not, for SENDING seconds.
+
+        Returns in words what came of it, or None.
+        """
+        if not self.speaks:
+            return None
+        said = []
+
+        def send():
             try:
-                say(record.close_for_another(self.run_dir, self.project, str(self.world.others_end(self.run_dir))))
-            except (Refused, OSError) as error:
-                missing = f"NOT RECORDED: {error}.\nOnce the store answers: uv run python record.py {self.run_dir}"
-        with contextlib.suppress(OSError):
-            self.here.unlink(missing_ok=True)
-        return missing
+                said.append(record.upload(self.run_dir, self.project))
+            except Exception as error:
+                said.append(f"NOT RECORDED ({one_line(error)[:200]}).\n{later}")
+
+        later = f"With MLFLOW_TRACKING_URI as it was: uv run python record.py {self.run_dir}"
+        with contextlib.suppress(OSError):  # a full disk: the store may have room
+            journal.end_for_another(self.run_dir, f"OtherFailed: {one_line(self.others)}", self.others)
+        sending = threading.Thread(target=send, daemon=True)
+        sending.start()
+        sending.join(SENDING)
+        (self.run_dir / ".process.0").unlink(missing_ok=True)  # the next one need not do it again
+        return said[0] if said else f"NOT RECORDED yet: the store is slow.\n{later}"
 
 
 def refuse_a_launcher(program: str) -> None:

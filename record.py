@@ -368,18 +368,6 @@ def upload(folder: Path, project: Path) -> str:
     return f"{store}, {new}run {run_id}: sent {journal.in_words(missing) or 'nothing, for it has all'}"
 
 
-def close_for_another(folder: Path, project: Path, why: str) -> str:
-    """Close the run of a process that has died as FAILED, and send what it has not sent, as `upload` does and says."""
-    items = journal.read(folder)[2]
-    after, now = max((item["n"] for item in items), default=-1) + 1, int(time.time() * 1000)
-    ends = {"kind": "tags", "values": {"error": why}}, {"kind": "text", "text": why, "file": "failure.txt"}, {
-        "kind": "status", "status": "FAILED"}  # fmt: skip
-    with open(folder / journal.FILE, "a") as file:
-        for n, item in enumerate(ends, after):
-            file.write(json.dumps({"n": n, "time": now, **item}) + "\n")
-    return upload(folder, project)
-
-
 def knows(client, run_id: str) -> bool:
     """Whether the store has a run."""
     import mlflow

@@ -43,7 +43,7 @@ class Stop:
         self.leaving = False
         self.hurry = None
         self.launched, self.give_up = launched, None
-        self.others_end = lambda: None  # how another process has failed, or None
+        self.others_failure = lambda: None  # how another process has failed, or None
         self.over = threading.Event()
         self.last_word = threading.Lock()  # of the thread that ends the run
         self.screen = 2  # file descriptor
@@ -81,8 +81,8 @@ class Stop:
                     if os.getppid() != launcher:  # killed: nobody else ends this process then
                         os.kill(os.getpid(), signal.SIGTERM)
         if not self.over.wait(0.5) and self.finishes_step and not self.leaving:
-            if why := self.others_end():
-                self.say(f"{why}; this one ends within {PATIENCE:g} s")
+            if why := self.others_failure():
+                self.say(f"{why}; this one ends in about {PATIENCE:g} s")
             else:
                 self.say_what_it_waits_for(self.asked or heard[0])
         if self.over.wait(PATIENCE):

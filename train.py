@@ -190,7 +190,7 @@ class Config:
     sample_steps: int = 10
     """Steps between samples on the screen and in the record; 0 for none."""
     processes: tyro.conf.Suppress[int] = 1
-    """Of a launcher, a card for each: no flag. All that is said per step or rollout below is of one of them."""
+    """How many a launcher has started, a card for each: no flag. What follows is of one of them alone."""
 
     @property
     def fast_inference(self) -> bool:

@@ -44,8 +44,8 @@ def grpo_arguments(config, run_dir: Path, on_gpu: bool) -> dict:
 
     On a GPU Unsloth packs the completions of a batch into one pass. Where that is too much it goes back to mini batches, a
     number of passes, which by itself follows from the whole card's free memory: here there is one completion in each. It also
-    goes back where a packed log-prob differs from a row's by 0.7. They are of logits over the temperature, and differed by 0.12
-    at 1: below a temperature of 0.2 there is one pass for all, which the budget has room for.
+    goes back where a packed log-prob differs from a row's by 0.7. Log-probs are of logits over the temperature, and differed by
+    0.12 at 1: below a temperature of 0.2 there is one pass for all, which the budget has room for.
     """
     same = """
         run_name num_generations per_device_train_batch_size gradient_accumulation_steps max_completion_length temperature top_p

@@ -1,6 +1,7 @@
 """A task for noise: it pays for letters, which differ within a group also where nothing was learned, or for nothing at all.
 
-In the step named by AT, it does what DO says, each a thing that happens to real runs; of several processes that of rank ONLY.
+In the step named by AT, it does what DO says, each a thing that happens to real runs; of several processes that of rank ONLY,
+while the others may sleep (OTHERS=sleep).
 """
 
 import glob
@@ -30,7 +31,10 @@ def letters_reward(completions, trainer_state, prompts=(), **kwargs):
         with open(os.environ["GROUPS"], "a") as file:
             print(trainer_state.global_step + 1, os.environ["RANK"], *asked, file=file)
     here = os.environ.get("ONLY") in (None, os.environ.get("RANK"))  # of several processes, in which one
-    if here and str(trainer_state.global_step + 1) in os.environ.get("AT", "").split():
+    now = str(trainer_state.global_step + 1) in os.environ.get("AT", "").split()
+    if now and not here and os.environ.get("OTHERS") == "sleep":
+        time.sleep(60)
+    if now and here:
         what, _, where = os.environ["DO"].partition(" ")
         if what == "STOP":
             os.kill(os.getpid(), signal.SIGSTOP)

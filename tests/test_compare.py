@@ -126,6 +126,7 @@ def test_a_band_that_is_left_is_exit_code_1(both, capsys):
         (["run", "--backends", "trl", "trl"], "--backends: 'trl' is there twice; --noise"),
         (["run", "--backends", "trl paged"], "'paged' is no flag; without quotes each is a back end: trl paged"),
         (["run", "--backends", "trl --bogus"], "--backends 'trl --bogus': train.py has no flag --bogus"),
+        (["run", "--backends", "trl --processes 2"], "--backends 'trl --processes 2': train.py has no flag --processes"),
         (["run", "--backends", "trl -h"], "--backends 'trl -h': train.py has no flag -h"),
         (["run", "--", "--steps", "4"], "--steps: it is compare's own, and goes before the --"),
         (["run", "--", "--help"], "--help: before the -- it is compare's"),

@@ -445,13 +445,15 @@ def test_a_checkpoint_of_before_load_in_says_what_it_was(in_4_bits, load_in, tmp
 @pytest.mark.parametrize(("fast_inference", "backend"), [(True, "vllm"), (False, "unsloth")])
 def test_a_checkpoint_of_before_backend_goes_on_with_what_it_had(fast_inference, backend, tmp_path):
     config = dataclasses.asdict(PRESETS["smollm2"])
-    for name in ("backend", "min_p", "use_cuda_graph", "torch_compile"):
+    for name in ("backend", "min_p", "use_cuda_graph", "torch_compile", "processes"):
         del config[name]
     (tmp_path / "lab.json").write_text(json.dumps({"config": {**config, "fast_inference": fast_inference}}))
     resumed = checkpoints.config_of(tmp_path, PRESETS["qwen3-4b"])
     assert resumed == dataclasses.replace(PRESETS["smollm2"], backend=backend)
     origin = {**checkpoints.read_facts(tmp_path), "step": 0, "task_file": None}
     assert checkpoints.changes(origin, dataclasses.asdict(resumed), None) == []
+    with_two = dataclasses.asdict(dataclasses.replace(resumed, processes=2))
+    assert checkpoints.changes(origin, with_two, None) == ["processes: 1 -> 2"]
 
 
 def read_config(arguments, gpu):

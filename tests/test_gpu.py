@@ -1,7 +1,6 @@
 """What only a GPU can show. CI has none: run `uv run pytest -m gpu` on a machine with a card."""
 
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -179,33 +178,32 @@ def test_without_unsloth_a_4_bit_model_trains_as_planned(backend, tmp_path):
 
 
 @pytest.fixture
-def two_cards(empty_card):
+def launch(empty_card, tmp_path):
+    """Start the small model on two cards; returns torchrun's process. What is left of one in the end is killed."""
     second = find_gpu(1)[0]
     if second is None or second.used_gib() > 1:
         pytest.skip("needs two cards that nobody else uses")
+    launchers = []
+
+    def launch(*arguments, **environment):
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command = [*torchrun, str(ROOT / "train.py"), "--preset", "smollm2", "--vram-limit-gib", "10", *map(str, arguments)]
+        env = {**os.environ, "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlflow.db'}", **environment}
+        with open(tmp_path / "screen", "w") as screen:
+            launchers.append(subprocess.Popen(command, cwd=tmp_path, stdout=screen, stderr=screen, env=env))
+        return launchers[-1]
+
+    yield launch
+    for launcher in launchers:
+        if launcher.poll() is None:
+            launcher.terminate()
+            launcher.wait(60)  # it kills its processes after 30 s
 
 
-def launch(folder, *arguments):
-    """Start the small model on two cards, which share nothing but the gradients; returns torchrun's process."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "train.py")]
-    env = {**os.environ, "MLFLOW_TRACKING_URI": f"sqlite:///{folder / 'mlflow.db'}"}
-    with open(folder / "screen", "w") as screen:
-        return subprocess.Popen([*command, "--preset", "smollm2", "--vram-limit-gib", "10", *map(str, arguments)], cwd=folder,
-                                stdout=screen, stderr=screen, env=env, start_new_session=True)  # fmt: skip
-
-
-def wait_for(text, folder, launcher, seconds=300):
-    deadline = time.monotonic() + seconds
-    while text not in (said := (folder / "screen").read_text()):
-        assert launcher.poll() is None and time.monotonic() < deadline, said
-        time.sleep(0.2)
-
-
-@pytest.mark.usefixtures("two_cards")
-def test_two_cards_train_one_adapter(tmp_path):
-    """Each has an engine of its own, which samples from the adapter that both have made, within the memory of one."""
+def test_two_cards_train_one_adapter(tmp_path, launch):
+    """Each has an engine of its own, which samples from the adapter that both have made, within the planned memory."""
     correction = "--vllm-importance-sampling-correction"  # for the figure that it logs
-    launcher = launch(tmp_path, "--max-steps", 12, "--eval-problems", 16, "--beta", 0.02, correction)
+    launcher = launch("--max-steps", 12, "--eval-problems", 16, "--beta", 0.02, correction)
     assert launcher.wait(400) == 0, (tmp_path / "screen").read_text()
     client, run = latest(tmp_path)
     metrics, params = run.data.metrics, run.data.params
@@ -219,10 +217,12 @@ def test_two_cards_train_one_adapter(tmp_path):
     assert metrics["process/0/tokens_per_second"] != metrics["process/1/tokens_per_second"]
 
 
-@pytest.mark.usefixtures("two_cards")
-def test_sigterm_on_two_cards_and_going_on(tmp_path):
-    launcher = launch(tmp_path, "--max-steps", 200, "--eval-problems", 0)
-    wait_for("step   3/200", tmp_path, launcher)
+def test_sigterm_on_two_cards_and_going_on(tmp_path, launch):
+    launcher = launch("--max-steps", 200, "--eval-problems", 0)
+    deadline = time.monotonic() + 300
+    while "step   3/200" not in (said := (tmp_path / "screen").read_text()):
+        assert launcher.poll() is None and time.monotonic() < deadline, said
+        time.sleep(0.2)
     launcher.terminate()
     launcher.wait(60)
     client, first = latest(tmp_path)
@@ -230,24 +230,23 @@ def test_sigterm_on_two_cards_and_going_on(tmp_path):
     assert first.info.status == "KILLED" and said.count("stopped by SIGTERM") == 1, said
     (checkpoint,) = tmp_path.glob("outputs/*/checkpoints/*")
     step = int(checkpoint.name.split("-")[1])
-    launcher = launch(tmp_path, "--resume-from-checkpoint", "last", "--max-steps", step + 3)
+    launcher = launch("--resume-from-checkpoint", "last", "--max-steps", step + 3)
     assert launcher.wait(300) == 0, (tmp_path / "screen").read_text()
     client, second = latest(tmp_path)
     assert second.info.status == "FINISHED" and second.data.tags["resumed_from_run"] == first.info.run_id
     assert [m.step for m in client.get_metric_history(second.info.run_id, "reward")] == [step + 1, step + 2, step + 3]
 
 
-@pytest.mark.usefixtures("two_cards")
-def test_a_process_that_is_killed_takes_the_other_card_down(tmp_path):
-    """Also where the first one waits for it within NCCL, which does not notice."""
-    launcher = launch(tmp_path, "--max-steps", 200, "--eval-problems", 0, "--save-steps", 2)
-    wait_for("step   5/200", tmp_path, launcher)
-    (second,) = tmp_path.glob("outputs/*/.process.1")
-    os.kill(int(second.read_text()), signal.SIGKILL)
-    assert launcher.wait(60) == 1
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_is_killed_takes_the_other_card_down(tmp_path, launch, rank):
+    """The other one waits for its rewards within NCCL, which does not notice; it is the one that records the end."""
+    task = Path(__file__).with_name("faulty_task.py")
+    launcher = launch("--task", task, "--max-steps", 200, "--eval-problems", 0, "--save-steps", 2,
+                      AT="6", DO="SIGKILL", ONLY=str(rank))  # fmt: skip
+    assert launcher.wait(400) == 1
     said = (tmp_path / "screen").read_text()
-    assert "process 1 has ended without a word: killed, perhaps for memory" in said, said
+    assert f"failed in training, step 6: process {rank} has ended without a word: killed, perhaps for memory" in said, said
     client, run = latest(tmp_path)
     assert run.info.status == "FAILED" and "NOT RECORDED" not in said
     steps = sorted(int(folder.name.split("-")[1]) for folder in tmp_path.glob("outputs/*/checkpoints/*"))
-    assert len(steps) == 2 and f"outputs/{second.parent.name}/checkpoints/checkpoint-{steps[1]}" in said
+    assert steps == [2, 4] and "/checkpoints/checkpoint-4" in said

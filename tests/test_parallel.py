@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 
 import benchmark
 import compare
+import journal
 import parallel
 import stopping
 import train as script
@@ -38,6 +39,7 @@ from stopping import Stop
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="two processes on a CPU: CUDA_VISIBLE_DEVICES= uv run pytest")
 TASK = Path(__file__).with_name("faulty_task.py")
 BIN = Path(sys.executable).parent
+HEAD = '{"run_id": "abc", "run_name": "r", "experiment": "e"}\n'  # of a run's journal
 
 
 # one process
@@ -121,6 +123,87 @@ def test_what_is_not_recorded_is_a_method_of_the_record(tmp_path):
         silent.metricks({})
 
 
+def test_each_sees_its_card_alone_and_nccl_is_small(monkeypatch):
+    card = SimpleNamespace(cuda_name="3")
+    monkeypatch.delenv("NCCL_MAX_NCHANNELS", raising=False)
+    assert parallel.World(0, 1).environment(card) == {"CUDA_VISIBLE_DEVICES": "3"}
+    several = {"CUDA_VISIBLE_DEVICES": "3", "LOCAL_RANK": "0", "NCCL_MAX_NCHANNELS": "4"}
+    assert parallel.World(1, 2).environment(card) == several
+    monkeypatch.setenv("NCCL_MAX_NCHANNELS", "16")
+    assert parallel.World(1, 2).environment(card) == several | {"NCCL_MAX_NCHANNELS": "16"}
+
+
+@pytest.mark.parametrize(
+    "there, speaks, dead",
+    [
+        ("lll", [0], None),
+        ("dll", [0, 1], 0),
+        ("ddl", [0, 2], 0),  # the first one would, if it lived
+        ("d-l", [0, 2], 0),  # the second one has signed off
+        ("ldl", [0], 1),
+        ("-ll", [0], None),  # the first one ended by itself
+    ],
+)
+def test_who_ends_the_record(tmp_path, there, speaks, dead):
+    """By who lives, is dead, and has signed off."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for rank, state in enumerate(there):
+        if state != "-":
+            (tmp_path / f".process.{rank}").write_text(str(os.getpid() if state == "l" else gone.pid))
+    asked = [rank for rank in range(3) if there[rank] == "l" or rank == 0]
+    assert [rank for rank in asked if parallel.World(rank, 3).speaks(tmp_path)] == speaks
+    failure = parallel.World(2, 3).others_failure(tmp_path)
+    killed = f"process {dead} has ended without a word: killed, perhaps for memory"
+    assert failure is None if dead is None else str(failure) == killed
+
+
+def test_signing_on_and_off(tmp_path):
+    for world in (parallel.World(0, 2), parallel.World(1, 2)):
+        world.sign_on(tmp_path)
+    assert parallel.World(0, 2).there(tmp_path) == {0: True, 1: True}
+    parallel.World(1, 2).sign_off(tmp_path)
+    assert parallel.World(0, 2).there(tmp_path) == {0: True}
+    parallel.World(0, 1).sign_on(tmp_path / "nowhere")
+    parallel.World(0, 1).sign_off(tmp_path / "nowhere")
+
+
+def test_a_slow_store_does_not_hold_up_the_end(tmp_path, monkeypatch):
+    """The launcher would kill: what is missing is sent later."""
+    monkeypatch.setattr(parallel, "SENDING", 0.2)
+    monkeypatch.setattr(parallel.record, "upload", lambda folder, project: time.sleep(30))
+    (tmp_path / journal.FILE).write_text(HEAD)
+    other = parallel.Unrecorded(parallel.World(1, 2), tmp_path, script.PROJECT, None, None)
+    assert other.end("FAILED", print) is None and not journal.read(tmp_path)[2]  # it is not its part
+    other.speaks = True
+    other.failure(parallel.OtherFailed("process 0 is gone"), "process 0 is gone")
+    began = time.monotonic()
+    assert other.end("FAILED", print) == (
+        f"NOT RECORDED yet: the store is slow.\nWith MLFLOW_TRACKING_URI as it was: uv run python record.py {tmp_path}"
+    )
+    assert time.monotonic() - began < 5
+    assert [item.get("values") or item.get("status") for item in journal.read(tmp_path)[2]] == [
+        {"error": "OtherFailed: process 0 is gone"}, None, "FAILED"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "before, numbers",
+    [
+        ('{"n": 0, "kind": "params", "values": {}}\n{"sent": 0}\n', [0, 1, 2, 3]),
+        ('{"n": 0, "kind": "params", "values": {}}\n{"n": 1, "kind": "metr', [0, 1, 2, 3]),  # killed in the midst of a line
+        ('{"sent": 7}\n', [8, 9, 10]),  # a disk that was full for a while
+        ('{"n": 0, "kind": "status", "status": "KILLED"}\n', [0]),  # somebody has said it already
+    ],
+)
+def test_the_end_of_another_is_written_down_once(tmp_path, before, numbers):
+    (tmp_path / journal.FILE).write_text(HEAD + before)
+    for _ in range(2):
+        journal.end_for_another(tmp_path, "OtherFailed: gone", "the story")
+    items = journal.read(tmp_path)[2]
+    assert [item["n"] for item in items] == numbers
+    assert [item["status"] for item in items if item["kind"] == "status"] == ["KILLED" if len(numbers) == 1 else "FAILED"]
+
+
 def test_what_several_processes_do_is_said_and_needs_problems():
     config = dataclasses.replace(script.PRESETS["smollm2"], processes=2)
     assert notes(config) == [
@@ -152,15 +235,15 @@ def test_a_launchers_signal_hurries_nothing_at_first(monkeypatch, leaving):
 
 
 @pytest.mark.parametrize(
-    "others_end, said",
+    "failure, said",
     [
         (None, "SIGTERM: stopping once this step is done; once more stops at once"),
-        ("process 1 has ended without a word", "process 1 has ended without a word; this one ends within 20 s"),
+        ("process 1 has ended without a word", "process 1 has ended without a word; this one ends in about 20 s"),
     ],
 )
-def test_a_launchers_signal_is_said_with_its_reason(tmp_path, others_end, said):
+def test_a_launchers_signal_is_said_with_its_reason(tmp_path, failure, said):
     with open(tmp_path / "screen", "w") as screen, Stop(launched=True) as stop, stop.training():
-        stop.screen, stop.others_end = screen.fileno(), lambda: others_end
+        stop.screen, stop.others_failure = screen.fileno(), lambda: failure
         os.kill(os.getpid(), signal.SIGTERM)
         deadline = time.monotonic() + 20
         while not (tmp_path / "screen").read_text() and time.monotonic() < deadline:
@@ -225,13 +308,15 @@ def launch(tmp_path_factory):
         ]
         for process in processes:
             process.start()
-        deadline = time.monotonic() + 120
+        deadline, told = time.monotonic() + 120, None
         while time.monotonic() < deadline and any(process.is_alive() for process in processes):
             time.sleep(0.1)
             if variables.get("DO") == "STOP" and psutil.Process(processes[1].pid).status() == psutil.STATUS_STOPPED:
                 processes[0].terminate()
                 processes[0].join(60)
                 break
+            if told is None and any(process.exitcode for process in processes):  # as a launcher does
+                told = [process.terminate() for process in processes if process.is_alive()]
         for process in processes:
             process.kill()
             process.join()
@@ -374,14 +459,18 @@ def test_a_process_that_is_killed(launch, flags):
     assert done.record.info.status == "FAILED" and (done.run_dir / "final-adapter" / "adapter_model.safetensors").is_file()
 
 
-def test_the_first_process_is_killed(launch, flags):
-    """The next one says so, and closes the record."""
-    done = launch(*flags, AT=5, DO="SIGKILL", ONLY=0)
+@pytest.mark.parametrize("others", ["wait", "sleep"])
+def test_the_first_process_is_killed(launch, flags, others):
+    """The next one says so, and closes the record; also where it hears nothing of it, as within NCCL."""
+    done = launch(*flags, AT=5, DO="SIGKILL", ONLY=0, OTHERS=others, PATIENCE=2)
     assert done.code == [-signal.SIGKILL, 1]
-    said = "process 0 has ended without a word: killed, perhaps for memory"
-    assert f"failed in training, step 5: {said}" in (done.folder / "screen.1").read_text(), done.said
-    assert "--nproc-per-node 2" in done.said and "checkpoint-3" in done.said
-    assert done.record.info.status == "FAILED" and done.record.data.tags["error"] == said
+    why = "process 0 has ended without a word: killed, perhaps for memory"
+    said = (done.folder / "screen.1").read_text()
+    assert f"failed in training, step 5: {why}" in said
+    assert (f"{why}; this one ends in about 2 s" in said) == (others == "sleep")
+    assert "--nproc-per-node 2" in said and "checkpoint-3" in said and f"run {done.record.info.run_id}: sent" in said
+    assert done.record.info.status == "FAILED" and done.record.data.tags["error"] == f"OtherFailed: {why}"
+    assert not list(done.run_dir.glob(".process.*"))
     assert sorted(series(done, "reward")) == [1, 2, 3, 4]
 
 
