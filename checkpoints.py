@@ -9,7 +9,7 @@ from pathlib import Path
 
 import adapter
 import journal
-from checks import PROJECTIONS, Refused, digest, flag, one_line
+from checks import PROJECTIONS, Refused, command, digest, flag, one_line
 
 FACTS = "lab.json"
 BEST = "best.json"  # in best-adapter/
@@ -220,15 +220,8 @@ def how_to_go_on(config, run_dir: Path, project: Path, origin: dict | None) -> s
         folder, flags = config.resume_from_checkpoint, as_flags(dataclasses.asdict(config), origin["config"])
     if folder is None:
         return "no checkpoint is there: the same command starts anew"
-    python = "python" if config.processes == 1 else f"torchrun --standalone --nproc-per-node {config.processes}"
-    command = f"uv run {python} train.py"
-    try:
-        here = Path.cwd()
-    except OSError:  # the working folder is gone
-        here = None
-    if here != project:
-        command = f"uv run --project {shlex.quote(str(project))} {python} {shlex.quote(str(project / 'train.py'))}"
-    return f"go on with: {command} --resume-from-checkpoint {shlex.quote(str(folder))}{flags}"
+    launcher = "python" if config.processes == 1 else f"torchrun --standalone --nproc-per-node {config.processes}"
+    return f"go on with: {command(project, 'train.py', launcher)} --resume-from-checkpoint {shlex.quote(str(folder))}{flags}"
 
 
 def as_flags(config: dict, old: dict) -> str:

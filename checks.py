@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import math
 import numbers
+import shlex
 import shutil
 import sys
 import tempfile
@@ -204,6 +205,17 @@ def check_limit(config, card_gib: float) -> None:
         raise Refused(f"--vram-limit-gib {config.vram_limit_gib:g}: the card has {card_gib:.1f} GiB; at most that")
     if config.vram_limit_gib and config.vram_limit_gib < 2:
         raise Refused(f"--vram-limit-gib {config.vram_limit_gib:g}: the CUDA context alone takes 0.7 GiB; at least 2")
+
+
+def command(project: Path, script: str, launcher: str = "python") -> str:
+    """How to start a script of the project from the working folder, as one types it."""
+    try:
+        here = Path.cwd()
+    except OSError:  # the working folder is gone
+        here = None
+    if here == project:
+        return f"uv run {launcher} {script}"
+    return f"uv run --project {shlex.quote(str(project))} {launcher} {shlex.quote(str(project / script))}"
 
 
 def check_output_dir(path: Path) -> None:

@@ -29,6 +29,10 @@ def one_run(config, world, gpu, project: Path, store: str, run_dir: Path, origin
     run, missing, status, code, speaks = None, None, "FAILED", 1, world.is_main
     peak = PeakMemory(gpu) if gpu else None
     go_on = functools.partial(checkpoints.how_to_go_on, config, run_dir, project, origin)
+
+    def curves() -> str:
+        return f"curves: {record.how_to_open(store, project)}, experiment {config.experiment}, run {run.run_id}"
+
     with Stop(launched=world.size > 1) as stop, Console(run_dir / world.log, heard=world.is_main) as console:
         stop.screen = console.kept[0] if world.is_main else console.screen.fileno()
         try:
@@ -38,7 +42,7 @@ def one_run(config, world, gpu, project: Path, store: str, run_dir: Path, origin
                 run = parallel.Unrecorded(world, run_dir, project, console, stop)
             world.sign_on(run_dir)
             stop.others_failure = functools.partial(others_failure, world, run_dir, console)
-            stop.give_up = functools.partial(give_up, world, run, run_dir, console, go_on)
+            stop.give_up = functools.partial(give_up, world, run, run_dir, console, go_on, curves)
             yield stop, console, run, peak
             status, code = "FINISHED", 0
         except BaseException as error:
@@ -73,7 +77,7 @@ def one_run(config, world, gpu, project: Path, store: str, run_dir: Path, origin
         if status != "FINISHED" and speaks:
             console.say(go_on())
         if world.is_main:
-            console.say(f"curves: {record.how_to_open(store, project)}, experiment {config.experiment}, run {run.run_id}")
+            console.say(curves())
         if missing:
             console.say(missing)
             code = code or 3
@@ -100,10 +104,10 @@ def others_failure(world, run_dir: Path, console):
     return world.others_failure(run_dir)
 
 
-def give_up(world, run, run_dir: Path, console, go_on) -> None:
+def give_up(world, run, run_dir: Path, console, go_on, curves) -> None:
     """End this process, a while after a launcher's signal: it waits for one that is gone, or is in the midst of a long step.
 
-    The launcher kills ten seconds later, so a slow store has four. `go_on` returns the command to go on with.
+    The launcher kills ten seconds later, so a slow store has four. `go_on` and `curves` return a run's last lines.
     """
     try:
         why = world.what_others_said(run_dir, None)
@@ -114,6 +118,7 @@ def give_up(world, run, run_dir: Path, console, go_on) -> None:
         if why:
             run.failure(why, str(why))
         if world.is_main:
+            console.say(curves())
             hurry = threading.Timer(4, run.journal.given_up.set)
             hurry.daemon = True
             hurry.start()

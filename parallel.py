@@ -138,7 +138,9 @@ class World:
 
     def sign_off(self, run_dir: Path) -> None:
         """So that nobody takes this process for a killed one."""
-        (run_dir / f".process.{self.rank}").unlink(missing_ok=True)
+        if self.size > 1:
+            with contextlib.suppress(OSError):  # a disk that has become read-only
+                (run_dir / f".process.{self.rank}").unlink(missing_ok=True)
 
     def there(self, run_dir: Path) -> dict[int, bool]:
         """The ranks that have signed on and not off, each with whether its process lives."""
@@ -279,13 +281,14 @@ class Unrecorded:
             except Exception as error:
                 said.append(f"NOT RECORDED ({one_line(error)[:200]}).\n{later}")
 
-        later = f"With MLFLOW_TRACKING_URI as it was: uv run python record.py {self.run_dir}"
+        later = record.how_to_send(self.run_dir, self.project)
         with contextlib.suppress(OSError):  # a full disk: the store may have room
             journal.end_for_another(self.run_dir, f"OtherFailed: {one_line(self.others)}", self.others)
         sending = threading.Thread(target=send, daemon=True)
         sending.start()
         sending.join(SENDING)
-        (self.run_dir / ".process.0").unlink(missing_ok=True)  # the next one need not do it again
+        with contextlib.suppress(OSError):
+            (self.run_dir / ".process.0").unlink(missing_ok=True)  # the next one need not do it again
         return said[0] if said else f"NOT RECORDED yet: the store is slow.\n{later}"
 
 

@@ -11,6 +11,7 @@ import logging
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ import urllib.parse
 from pathlib import Path
 
 import journal
-from checks import Refused, digest, one_line
+from checks import Refused, command, digest, one_line
 from data import last_message
 
 LIBRARIES = ("torch", "transformers", "trl", "peft", "unsloth", "unsloth_zoo", "vllm", "bitsandbytes", "datasets", "mlflow")
@@ -328,9 +329,15 @@ class Record:
         file = self.run_dir / journal.FILE
         kept = f"Nothing is lost: it is in {file}" if self.journal.whole else f"{file} does not hold all of it either"
         return (
-            f"NOT RECORDED in {self.store}: {journal.in_words(missing)} ({self.journal.trouble[:200]}).\n{kept}. Once the "
-            f"store answers, with MLFLOW_TRACKING_URI as it was: uv run python record.py {self.run_dir}"
+            f"NOT RECORDED in {self.store}: {journal.in_words(missing)} ({self.journal.trouble[:200]}).\n"
+            f"{kept}. {how_to_send(self.run_dir, self.project)}"
         )
+
+
+def how_to_send(run_dir: Path, project: Path) -> str:
+    """The command that sends what the store of a run does not have."""
+    send = f"{command(project, 'record.py')} {shlex.quote(str(run_dir))}"
+    return f"Once the store answers, with MLFLOW_TRACKING_URI as it was: {send}"
 
 
 def upload(folder: Path, project: Path) -> str:

@@ -408,7 +408,7 @@ def train(config: Config, world, gpu, task, train_set, held_out, run_dir: Path, 
             if (step := trainer.state.global_step) and world.is_main:
                 adapter.rescue(model, adapter_dir, step, console, run)
             raise
-        console.doing = "saving the adapter"
+        console.doing = "saving the adapter" if world.is_main else "waiting for process 0"
         if world.is_main:
             adapter.keep(model, adapter_dir, name, trainer.state.log_history, config, console, run)
     stop.raise_if_asked()

@@ -125,6 +125,14 @@ def test_help_into_a_pipe_that_closes(tmp_path):
     assert done.stdout.startswith("usage: train.py") and done.stderr == ""
 
 
+def test_a_cache_that_cannot_be_written_is_refused_at_once(tmp_path):
+    """Only where the embedded model has yet to be unpacked into it."""
+    cache = tmp_path / "file"
+    cache.write_text("")
+    said = refused("--preset", "smollm2", cwd=tmp_path, XDG_CACHE_HOME=str(cache))
+    assert said == f"train.py: the cache folder {cache / 'grpo-lab'} cannot be written (Not a directory); set XDG_CACHE_HOME\n"
+
+
 def test_a_wrong_config_comes_back_before_any_heavy_import(tmp_path):
     assert min(train("--num-generations", "5", cwd=tmp_path).seconds for _ in range(2)) < 3
 

@@ -10,6 +10,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -595,10 +596,11 @@ def test_a_server_that_dies_loses_nothing(lab, server, tmp_path):
     said = run.said[run.said.index("NOT RECORDED in ") :]
     assert "metrics of steps " in said and " to 8" in said and "lora" in said
     assert "reward_curve.png, step_time.png, status FINISHED" in said
-    assert said.rstrip().endswith(f"with MLFLOW_TRACKING_URI as it was: uv run python record.py outputs/{run.run_dir.name}")
 
     # as it is printed, with the server still away: refused in one line
-    send = [sys.executable, str(ROOT / "record.py"), f"outputs/{run.run_dir.name}"]
+    words = shlex.split(said.partition("with MLFLOW_TRACKING_URI as it was: ")[2])
+    assert words[:5] == ["uv", "run", "--project", str(ROOT), "python"]
+    send = [sys.executable, *words[5:]]
     env = {**os.environ, "MLFLOW_TRACKING_URI": server.address}
     done = subprocess.run(send, env=env, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and server.address in done.stderr

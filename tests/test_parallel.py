@@ -179,7 +179,7 @@ def test_a_slow_store_does_not_hold_up_the_end(tmp_path, monkeypatch):
     other.failure(parallel.OtherFailed("process 0 is gone"), "process 0 is gone")
     began = time.monotonic()
     assert other.end("FAILED", print) == (
-        f"NOT RECORDED yet: the store is slow.\nWith MLFLOW_TRACKING_URI as it was: uv run python record.py {tmp_path}"
+        f"NOT RECORDED yet: the store is slow.\n{parallel.record.how_to_send(tmp_path, script.PROJECT)}"
     )
     assert time.monotonic() - began < 5
     assert [item.get("values") or item.get("status") for item in journal.read(tmp_path)[2]] == [
