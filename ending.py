@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 from pathlib import Path
 
 import checkpoints
@@ -52,9 +53,12 @@ def one_run(config, world, gpu, project: Path, store: str, run_dir: Path, origin
                     shutil.rmtree(run_dir)
                 raise
             console.log_failure(error)
-            if why := world.what_others_said(run_dir, error):
+            why = world.what_others_said(run_dir, error)
+            speaks = speak_for_all(world, run, run_dir, console, why)
+            if speaks and not world.is_main:
+                why = why or world.others_failure(run_dir)
+            if why:
                 error = why
-            speaks = speak_for_all(world, run, run_dir, console)
             if isinstance(error, Stopped):
                 status, code = "KILLED", 0 if stop.agreed and not world.is_main else 128 + error.signum
                 console.say(f"stopped by {error}")
@@ -87,11 +91,18 @@ def one_run(config, world, gpu, project: Path, store: str, run_dir: Path, origin
         sys.exit(code)
 
 
-def speak_for_all(world, run, run_dir: Path, console) -> bool:
-    """Whether this process says how the run ended, and records it: the first one, or where that was killed, the next."""
+def speak_for_all(world, run, run_dir: Path, console, why) -> bool:
+    """Whether this process says how the run ended, and records it: the first one, or where that was killed, the next.
+
+    Where another's failure is `why` this one ends, the first one may be ending too, or just be dying: that is waited for.
+    """
     if world.is_main:
         return True
-    run.speaks = world.speaks(run_dir)
+    for _ in range(30):
+        run.speaks = world.speaks(run_dir)
+        if run.speaks or not why or not world.there(run_dir).get(0):
+            break
+        time.sleep(0.1)
     if run.speaks:
         console.speak_up()
     return run.speaks
@@ -111,10 +122,11 @@ def give_up(world, run, run_dir: Path, console, go_on, curves) -> None:
     """
     try:
         why = world.what_others_said(run_dir, None)
-        if speak_for_all(world, run, run_dir, console):
+        if speak_for_all(world, run, run_dir, console, why):
             slow = f"stopped in {console.doing}, which takes longer than a launcher waits"
             console.say(f"failed in {console.doing}: {why}" if why else slow)
-            console.say(go_on())
+            with contextlib.suppress(Exception):  # a folder that is gone
+                console.say(go_on())
         if why:
             run.failure(why, str(why))
         if world.is_main:

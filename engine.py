@@ -159,7 +159,7 @@ def bounded_start(console, run, seconds: float):
     def give_up():
         text = f"vLLM has not started within {seconds:g} s (--vllm-start-timeout); try again, or --backend unsloth"
         console.say(f"failed in {console.doing}: {text}")
-        console.say(f"where it hangs: {run.run_dir / 'train.log'}")
+        console.say(f"where it hangs: {console.log}")
         run.failure(TimeoutError(text), "")
         run.end("FAILED", console.say)
 

@@ -148,13 +148,30 @@ def in_words(items: list[dict]) -> str:
     return ", ".join(part for part in dict.fromkeys(parts) if part != "status None")
 
 
+def has_ended(folder: Path) -> bool:
+    """Whether a run says how it ended."""
+    try:
+        with open(folder / FILE) as lines:
+            return any(line.get("kind") == "status" for line in parsed(lines))
+    except OSError:
+        return False
+
+
 def end_for_another(folder: Path, error: str, story: str) -> None:
     """Write down that a run whose process has died FAILED, unless it says already how it ended. Raises OSError.
 
-    The file's last line may have been cut off, and lines that the disk had no room for may have been sent.
+    The file's last line may have been cut off, and lines that the disk had no room for may have been sent. The lock of a
+    process that was killed can outlive it for a moment.
     """
     with open(folder / FILE, "a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for tries in reversed(range(20)):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not tries:
+                    raise
+                time.sleep(0.1)
         file.seek(0)
         lines = parsed(file)
         if any(line.get("kind") == "status" for line in lines):

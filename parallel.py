@@ -143,11 +143,16 @@ class World:
                 (run_dir / f".process.{self.rank}").unlink(missing_ok=True)
 
     def there(self, run_dir: Path) -> dict[int, bool]:
-        """The ranks that have signed on and not off, each with whether its process lives."""
+        """The ranks that have signed on and not off, each with whether its process lives.
+
+        The last one first: who ends the record for process 0 signs that off before itself.
+        """
         found = {}
-        for rank in range(self.size):
-            with contextlib.suppress(FileNotFoundError):
+        for rank in reversed(range(self.size)):
+            with contextlib.suppress(OSError, ValueError):
                 found[rank] = alive(int((run_dir / f".process.{rank}").read_text()))
+        if found.get(0) is False and journal.has_ended(run_dir):  # in a library's depths, as a vLLM that does not start
+            del found[0]
         return found
 
     def speaks(self, run_dir: Path) -> bool:
@@ -216,12 +221,13 @@ class World:
 
     def others_failure(self, run_dir: Path) -> OtherFailed | None:
         """How another process has failed, as far as can be seen now."""
-        if told := sorted(run_dir.glob("failure.*.txt")):
-            story = told[0].read_text()
-            found = OtherFailed(story.partition("\n")[0])
-            found.add_note(story)
-            return found
-        for rank, lives in self.there(run_dir).items():
+        with contextlib.suppress(OSError):
+            if told := sorted(run_dir.glob("failure.*.txt")):
+                story = told[0].read_text()
+                found = OtherFailed(story.partition("\n")[0])
+                found.add_note(story)
+                return found
+        for rank, lives in sorted(self.there(run_dir).items()):
             if not lives:
                 return OtherFailed(f"process {rank} has ended without a word: killed, perhaps for memory")
         return None
@@ -282,14 +288,16 @@ class Unrecorded:
                 said.append(f"NOT RECORDED ({one_line(error)[:200]}).\n{later}")
 
         later = record.how_to_send(self.run_dir, self.project)
-        with contextlib.suppress(OSError):  # a full disk: the store may have room
+        try:
             journal.end_for_another(self.run_dir, f"OtherFailed: {one_line(self.others)}", self.others)
+        except OSError as error:
+            return f"NOT RECORDED ({error.strerror}): the run stays RUNNING until there is room for its end.\n{later}"
         sending = threading.Thread(target=send, daemon=True)
         sending.start()
         sending.join(SENDING)
         with contextlib.suppress(OSError):
             (self.run_dir / ".process.0").unlink(missing_ok=True)  # the next one need not do it again
-        return said[0] if said else f"NOT RECORDED yet: the store is slow.\n{later}"
+        return said[0] if said else f"NOT RECORDED yet: not sent within {SENDING:g} s.\n{later}"
 
 
 def refuse_a_launcher(program: str) -> None:

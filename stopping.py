@@ -80,11 +80,12 @@ class Stop:
                 except TimeoutError:
                     if os.getppid() != launcher:  # killed: nobody else ends this process then
                         os.kill(os.getpid(), signal.SIGTERM)
-        if not self.over.wait(0.5) and self.finishes_step and not self.leaving:
-            if why := self.others_failure():
-                self.say(f"{why}; this one ends in about {PATIENCE:g} s")
-            else:
-                self.say_what_it_waits_for(self.asked or heard[0])
+        with contextlib.suppress(Exception):  # whatever becomes of these words, what follows must not end with them
+            if not self.over.wait(0.5) and self.finishes_step and not self.leaving:
+                if why := self.others_failure():
+                    self.say(f"{why}; this one ends in about {PATIENCE:g} s")
+                else:
+                    self.say_what_it_waits_for(self.asked or heard[0])
         if self.over.wait(PATIENCE):
             return
         if self.give_up and self.last_word.acquire(blocking=False):
