@@ -5,6 +5,7 @@ uv run python record.py outputs/RUN          send what a run could not, once the
 
 import contextlib
 import dataclasses
+import fcntl
 import importlib.metadata
 import json
 import logging
@@ -38,12 +39,9 @@ def connect(project: Path, experiment: str, must_be_there: bool = False) -> str:
     uri, shown = hide_credentials(os.environ.get("MLFLOW_TRACKING_URI") or own)
     if ":" in uri and not re.match(r"[a-z+0-9]+:/|file:|databricks", uri):
         raise Refused(f"MLFLOW_TRACKING_URI {shown}: no scheme; http://{shown} for a server, sqlite:///{shown}.db for a file")
-    if must_be_there and uri.startswith("sqlite"):
-        from sqlalchemy.engine import make_url
-
-        file = make_url(uri).database
-        if file and not file.startswith(("file:", ":memory:")) and not Path(file).is_file():
-            raise Refused(f"the store {shown}: {file} is not there, so it has no runs; MLFLOW_TRACKING_URI names the store")
+    file = sqlite_file(uri)
+    if must_be_there and file and not file.is_file():
+        raise Refused(f"the store {shown}: {file} is not there, so it has no runs; MLFLOW_TRACKING_URI names the store")
     for variable in ("MLFLOW_RUN_ID", "MLFLOW_NESTED_RUN", "MLFLOW_EXPERIMENT_ID"):
         os.environ.pop(variable, None)
     # by itself the client asks a dead server for minutes; the journal tries again anyway
@@ -56,7 +54,7 @@ def connect(project: Path, experiment: str, must_be_there: bool = False) -> str:
 
     logging.getLogger("mlflow").setLevel(logging.WARNING)
     try:
-        with impatience():
+        with impatience(), one_at_a_time(file):
             mlflow.set_tracking_uri(uri)
             if mlflow.get_experiment_by_name(experiment) is None and uri == own:
                 # the files too lie in the project folder, wherever the script is started from
@@ -71,6 +69,28 @@ def connect(project: Path, experiment: str, must_be_there: bool = False) -> str:
             "record into mlflow.db here"
         ) from None
     return shown
+
+
+def sqlite_file(uri: str) -> Path | None:
+    """The file of a store that is one."""
+    if not uri.startswith("sqlite"):
+        return None
+    from sqlalchemy.engine import make_url
+
+    file = make_url(uri).database
+    return Path(file) if file and not file.startswith(("file:", ":memory:")) else None
+
+
+@contextlib.contextmanager
+def one_at_a_time(file: Path | None):
+    """MLflow makes a new SQLite file in many steps, and a second process that meets half of one fails: it waits instead."""
+    with contextlib.ExitStack() as stack:
+        if file:
+            with contextlib.suppress(OSError):  # no such folder, or a file system without locks
+                folder = os.open(file.parent, os.O_RDONLY)
+                stack.callback(os.close, folder)
+                fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager

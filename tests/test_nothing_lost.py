@@ -478,6 +478,23 @@ def test_a_start_that_hangs_is_ended_and_recorded(tmp_path):
     assert record.status == "FAILED" and "has not started" in record.tags["error"]
 
 
+def test_two_very_first_starts_make_one_store(tmp_path):
+    """MLflow makes a new database in some fifty steps; both reach it at the same moment."""
+    code = (
+        "import mlflow, os, pathlib, time, mlflow.store.db.utils, record\n"
+        "pathlib.Path(f'ready-{os.getpid()}').touch()\n"
+        "while not pathlib.Path('go').exists(): time.sleep(0.001)\n"
+        "record.connect(pathlib.Path('.').resolve(), 'p7-grpo')\n"
+    )
+    env = {**os.environ, "MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'mlflow.db'}", "PYTHONPATH": str(ROOT)}
+    starts = [subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=env) for _ in range(2)]
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("ready-*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    (tmp_path / "go").touch()
+    assert [start.wait(60) for start in starts] == [0, 0]
+
+
 def test_an_output_folder_that_is_gone_is_told_and_the_adapter_kept(lab, tmp_path):
     run = lab(tmp_path, AT="4", DO="delete outputs/*")
     assert run.code == 1 and re.search(r"failed in training, step 4: OSError: .*non-existent directory", run.said)

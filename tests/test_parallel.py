@@ -395,6 +395,7 @@ def test_one_record_of_two_processes(straight):
     done = straight
     assert done.code == [0, 0], done.said
     assert [run.info.status for run in done.runs] == ["FINISHED"]
+    assert done.record.data.params["learning_rate_rule"] == "as given, not scaled with processes"
     assert done.said.count("step 6/6") == done.said.count("curves: ") == done.said.count("held-out, after") == 1
     assert not (done.folder / "screen.1").read_text()
     assert "step 6/6" in (done.run_dir / "train.1.log").read_text()
