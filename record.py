@@ -72,12 +72,16 @@ def connect(project: Path, experiment: str, must_be_there: bool = False) -> str:
 
 
 def sqlite_file(uri: str) -> Path | None:
-    """The file of a store that is one."""
+    """The file of a store that is one; of an address that cannot be read MLflow says so itself."""
     if not uri.startswith("sqlite"):
         return None
     from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import ArgumentError
 
-    file = make_url(uri).database
+    try:
+        file = make_url(uri).database
+    except ArgumentError:
+        return None
     return Path(file) if file and not file.startswith(("file:", ":memory:")) else None
 
 

@@ -599,9 +599,11 @@ def test_a_server_that_hangs_holds_up_neither_training_nor_a_user_in_a_hurry(lab
     assert recorded(run).status == "FINISHED" and set(recorded(run).history("reward")) == set(range(1, STEPS + 1))
 
 
-def test_a_database_that_cannot_be_opened_is_refused_in_time(lab, tmp_path):
-    run = lab(tmp_path, MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path}")
-    assert run.code == 2 and run.seconds < 15 and f"MLFLOW_TRACKING_URI sqlite:///{tmp_path}: " in run.refused
+@pytest.mark.parametrize("address", ["sqlite:///{}", "sqlite:/lab.db"])  # a folder, and a slash too few
+def test_a_database_that_cannot_be_opened_is_refused_in_time(lab, tmp_path, address):
+    store = address.format(tmp_path)
+    run = lab(tmp_path, MLFLOW_TRACKING_URI=store)
+    assert run.code == 2 and run.seconds < 15 and f"MLFLOW_TRACKING_URI {store}: " in run.refused
 
 
 def test_a_server_that_dies_loses_nothing(lab, server, tmp_path):
